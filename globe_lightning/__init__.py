@@ -1,0 +1,38 @@
+"""GLOBE, a neural surrogate for boundary-driven PDEs, in PyTorch Lightning.
+
+The public names are imported on first use: importing the package loads neither Lightning nor pyvista nor matplotlib.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from globe_lightning.mesh import BoundaryMesh
+    from globe_lightning.models.globe import GLOBE
+    from globe_lightning.module import GlobeLightningModule
+    from globe_lightning.sample import ForceSurface, Sample, SampleSchema
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "GLOBE": "globe_lightning.models.globe",
+    "BoundaryMesh": "globe_lightning.mesh",
+    "ForceSurface": "globe_lightning.sample",
+    "GlobeLightningModule": "globe_lightning.module",
+    "Sample": "globe_lightning.sample",
+    "SampleSchema": "globe_lightning.sample",
+}
+
+__all__ = ["GLOBE", "BoundaryMesh", "ForceSurface", "GlobeLightningModule", "Sample", "SampleSchema"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

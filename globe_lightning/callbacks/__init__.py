@@ -1,0 +1,1 @@
+"""Lightning callbacks that write what people look at."""

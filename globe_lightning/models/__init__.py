@@ -1,0 +1,1 @@
+"""Pure torch: the GLOBE network."""

@@ -1,0 +1,1 @@
+"""Pure geometry: trees over points and interaction plans between them."""

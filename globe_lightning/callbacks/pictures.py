@@ -1,0 +1,272 @@
+"""Pictures of two-dimensional cases: truth, prediction and error fields, and curves along the surface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from globe_lightning.fields import flatten_data
+from globe_lightning.forces import can_integrate, force_coefficients
+from globe_lightning.run_folder import safe_name, written_whole
+from globe_lightning.sample import Sample
+
+MARGINS = (0.35, 0.75, 0.35)
+"""What a picture shows around the body: to its left, to its right and above and below, in body lengths."""
+
+
+class PictureWriter(Callback):
+    """Draws one PNG per case: of the first validation case every few epochs, and of every predicted case.
+
+    Args:
+        folder: where to write; ``pictures`` in the trainer's root folder if None.
+        every_n_epochs: draw the first validation case each that many epochs; 0 never.
+        predicted: draw every predicted case.
+        dots_per_inch: resolution.
+    """
+
+    def __init__(
+        self, folder: str | None = None, every_n_epochs: int = 10, predicted: bool = True, dots_per_inch: int = 110
+    ) -> None:
+        self.folder = folder
+        self.every_n_epochs = every_n_epochs
+        self.predicted = predicted
+        self.dots_per_inch = dots_per_inch
+
+    def _write(self, trainer: Any, pl_module: Any, sample: Sample, name: str, title: str) -> None:
+        if sample.prediction_points.shape[1] != 2:
+            return
+        folder = Path(self.folder or Path(trainer.default_root_dir) / "pictures")
+        figure = draw_case(sample, pl_module.latest_prediction, title)
+        with written_whole(folder / f"{safe_name(name)}.png") as path:
+            figure.savefig(path, dpi=self.dots_per_inch)
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Sample, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Draw the first case, if it is time."""
+        epoch = trainer.current_epoch + 1
+        wanted = batch_idx == 0 and self.every_n_epochs > 0 and not trainer.sanity_checking and trainer.is_global_zero
+        if not wanted or (trainer.state.fn == "fit" and epoch % self.every_n_epochs and epoch != trainer.max_epochs):
+            return
+        title = f"{batch.case}   epoch {epoch}, step {trainer.global_step}" if trainer.state.fn == "fit" else batch.case
+        name = f"validation_epoch{epoch:04d}" if trainer.state.fn == "fit" else f"validation_{batch.case}"
+        self._write(trainer, pl_module, batch, name, title)
+
+    def on_predict_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Sample, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Draw a predicted case."""
+        if self.predicted:
+            self._write(trainer, pl_module, batch, batch.case, batch.case)
+
+
+def draw_case(sample: Sample, prediction: dict[str, Tensor], title: str = "") -> Any:
+    """A figure of a two-dimensional case.
+
+    One row per field known nearly everywhere (of vectors the magnitude, and of their error the magnitude of the
+    difference): truth, prediction, error, near the body. Below, along the body's longest direction: the pressure
+    coefficient (minus C_p), and the magnitude of the wall shear.
+
+    Args:
+        sample: the case; its boundary faces are the body's outline.
+        prediction: {flattened field name: values at the sample's points}.
+        title: the heading.
+
+    Returns:
+        A matplotlib ``Figure``, bound to no window system.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    points = sample.prediction_points.detach().double().cpu().numpy()
+    truth = {name: _numpy(value) for name, value in flatten_data(sample.targets).items()}
+    predicted = {name: _numpy(value) for name, value in prediction.items() if name in truth}
+    outline = np.concatenate(
+        [mesh.corners.detach().double().cpu().numpy() for mesh in sample.boundary_meshes.values() if mesh.n_faces]
+    )
+    low, high = outline.min(axis=(0, 1)), outline.max(axis=(0, 1))
+    length = float(max(high - low))
+    left, right, side = (margin * length for margin in MARGINS)
+    window = (low[0] - left, high[0] + right, low[1] - side, high[1] + side)
+
+    mesh = _triangulate(points, outline, window)
+    # A field known only at the wall is no picture of the flow: it is drawn as a curve.
+    shown = [name for name, value in truth.items() if name in predicted and np.isfinite(value[mesh.rows]).mean() > 0.9]
+    surface = _surface(sample, truth, predicted)
+    aspect = (window[3] - window[2]) / (window[1] - window[0])
+    height = 4.2 * aspect + 0.35
+    figure = Figure(figsize=(13.5, height * len(shown) + 3.7 * bool(surface) + 0.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=12)
+    heights = [height] * len(shown) + [3.6] * bool(surface)
+    if not heights:
+        return figure
+    grid = figure.add_gridspec(len(heights), 6, height_ratios=heights)
+    for row, name in enumerate(shown):
+        axes = [figure.add_subplot(grid[row, 2 * column : 2 * column + 2]) for column in range(3)]
+        _draw_field(figure, axes, name, mesh, truth[name], predicted[name], outline, window)
+    if surface:
+        _draw_surface(figure, grid, len(shown), surface, _force_text(sample, prediction))
+    return figure
+
+
+class _Triangles:
+    """A triangulation of the points near the body, without the triangles inside it."""
+
+    def __init__(self, triangulation: Any, rows: np.ndarray) -> None:
+        self.triangulation = triangulation
+        self.rows = rows
+
+
+def _triangulate(points: np.ndarray, outline: np.ndarray, window: tuple[float, float, float, float]) -> _Triangles:
+    from matplotlib.tri import Triangulation
+
+    reach = 0.15 * (window[1] - window[0])
+    near = (points[:, 0] > window[0] - reach) & (points[:, 0] < window[1] + reach)
+    near &= (points[:, 1] > window[2] - reach) & (points[:, 1] < window[3] + reach)
+    rows = np.flatnonzero(near)
+    if len(rows) < 3:
+        rows = np.arange(len(points))
+    _, first = np.unique(points[rows], axis=0, return_index=True)  # coincident points break the triangulation
+    rows = rows[np.sort(first)]
+    triangulation = Triangulation(points[rows, 0], points[rows, 1])
+    centres = points[rows][triangulation.triangles].mean(axis=1)
+    triangulation.set_mask(_inside(centres, outline))
+    return _Triangles(triangulation, rows)
+
+
+def _inside(points: np.ndarray, outline: np.ndarray) -> np.ndarray:
+    """Whether points are inside closed loops of segments (s, 2, 2): a ray to the right crosses an odd number."""
+    inside = np.zeros(len(points), dtype=bool)
+    low, high = outline.min(axis=(0, 1)), outline.max(axis=(0, 1))
+    rows = np.flatnonzero(((points >= low) & (points <= high)).all(axis=1))
+    a, b = outline[:, 0], outline[:, 1]
+    rise = np.where(b[:, 1] == a[:, 1], 1.0, b[:, 1] - a[:, 1])
+    for start in range(0, len(rows), 4096):
+        part = rows[start : start + 4096]
+        x, y = points[part, :1], points[part, 1:]
+        between = (a[:, 1] > y) != (b[:, 1] > y)
+        crossing = a[:, 0] + (y - a[:, 1]) / rise * (b[:, 0] - a[:, 0])
+        inside[part] = (between & (x < crossing)).sum(axis=1) % 2 == 1
+    return inside
+
+
+def _draw_field(
+    figure: Any,
+    axes: list[Any],
+    name: str,
+    mesh: _Triangles,
+    truth: np.ndarray,
+    predicted: np.ndarray,
+    outline: np.ndarray,
+    window: tuple[float, float, float, float],
+) -> None:
+    from matplotlib.collections import PolyCollection
+
+    vector = truth.ndim == 2
+    error = predicted[mesh.rows] - truth[mesh.rows]
+    true, pred = (_size(values[mesh.rows]) for values in (truth, predicted))
+    label = f"|{name}|" if vector else name
+    known = np.isfinite(true)
+    low, high = np.percentile(true[known], [0.3, 99.7])
+    if not high > low:
+        low, high = low - 0.5, high + 0.5
+    size = np.percentile(np.abs(_size(error)[known]), 99.5) or 1e-12
+    error_range = (0.0, size) if vector else (-size, size)
+    panels = (
+        (f"{label}, truth", true, (low, high), "turbo"),
+        (f"{label}, prediction", pred, (low, high), "turbo"),
+        (f"{'|error|' if vector else 'error'} of {name}", _size(error), error_range, "magma_r" if vector else "RdBu_r"),
+    )
+    triangulation = mesh.triangulation
+    unknown = ~known[triangulation.triangles].all(axis=1)
+    mask = triangulation.mask | unknown if triangulation.mask is not None else unknown
+    for axis, (heading, values, (bottom, top), colours) in zip(axes, panels, strict=True):
+        clone = type(triangulation)(triangulation.x, triangulation.y, triangulation.triangles, mask)
+        filled = np.where(np.isfinite(values), values, bottom)
+        image = axis.tripcolor(clone, filled, shading="gouraud", cmap=colours, vmin=bottom, vmax=top, rasterized=True)
+        axis.add_collection(PolyCollection(_loops(outline), facecolors="0.85", edgecolors="0.2", linewidths=0.6))
+        axis.set(xlim=window[:2], ylim=window[2:], aspect="equal")
+        axis.set_title(heading, fontsize=11)
+        axis.tick_params(labelsize=8)
+        figure.colorbar(image, ax=axis, shrink=0.92, pad=0.01, extend="both").ax.tick_params(labelsize=8)
+
+
+def _loops(outline: np.ndarray) -> list[np.ndarray]:
+    """Segments (s, 2, 2) chained into polygons by their equal ends."""
+    following: dict[tuple[float, ...], list[tuple[float, ...]]] = {}
+    for start, end in outline:
+        following.setdefault(tuple(start), []).append(tuple(end))
+    loops = []
+    while following:
+        point = next(iter(following))
+        loop = [point]
+        while following.get(point):
+            ends = following[point]
+            end = ends.pop()
+            if not ends:
+                del following[point]
+            loop.append(end)
+            point = end
+        loops.append(np.array(loop))
+    return loops
+
+
+def _surface(sample: Sample, truth: dict[str, np.ndarray], predicted: dict[str, np.ndarray]) -> list[tuple]:
+    """What to draw along the surface: (label, positions, true, predicted) with arrays (faces, corners)."""
+    surface = sample.force_surface
+    if surface is None or surface.point_indices.shape[1] != 2:
+        return []
+    corners = surface.point_indices.cpu().numpy()
+    positions = sample.prediction_points.detach().double().cpu().numpy()[corners]
+    low, high = positions.min(axis=(0, 1)), positions.max(axis=(0, 1))
+    axis = int(np.argmax(high - low))
+    along = (positions[..., axis] - low[axis]) / (high - low)[axis]
+    curves = []
+    for name, sign, label in ((surface.pressure_field, -1.0, "−{}"), (surface.shear_field, 1.0, "|{}|")):
+        if name in truth and name in predicted:
+            values = [sign * _size(fields[name])[corners] for fields in (truth, predicted)]
+            curves.append((label.format(name), along, *values))
+    return curves
+
+
+def _draw_surface(figure: Any, grid: Any, row: int, curves: list[tuple], forces: str) -> None:
+    from matplotlib.collections import LineCollection
+
+    width = 6 // len(curves)
+    for number, (label, along, true, predicted) in enumerate(curves):
+        axis = figure.add_subplot(grid[row, number * width : (number + 1) * width])
+        for values, colour, line, name in ((true, "0.55", 3.5, "truth"), (predicted, "tab:red", 1.3, "prediction")):
+            segments = np.stack([along, values], axis=-1)
+            axis.add_collection(LineCollection(list(segments), colors=colour, linewidths=line, capstyle="round"))
+            axis.plot([], [], color=colour, linewidth=line, label=name)
+        everything = np.concatenate([true[np.isfinite(true)], predicted[np.isfinite(predicted)]])
+        low, high = (everything.min(), everything.max()) if len(everything) else (0.0, 1.0)
+        space = 0.06 * (high - low) or 0.5
+        axis.set(xlim=(-0.02, 1.02), ylim=(low - space, high + space), xlabel="position along the chord", ylabel=label)
+        axis.grid(alpha=0.3)
+        axis.legend(loc="upper right", fontsize=9)
+        if number == 0:
+            axis.set_title(forces, fontsize=10)
+
+
+def _force_text(sample: Sample, prediction: dict[str, Tensor]) -> str:
+    """The force coefficients in words: "Cl 0.512 (predicted 0.498)"."""
+    if not can_integrate(sample.force_surface, list(prediction)):
+        return ""
+    assert sample.force_surface is not None
+    true = force_coefficients(sample.force_surface, flatten_data(sample.targets)).total
+    predicted = force_coefficients(sample.force_surface, prediction).total
+    return "   ".join(f"{name} {float(true[name]):.4f} (predicted {float(predicted[name]):.4f})" for name in true)
+
+
+def _size(values: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(values, axis=-1) if values.ndim == 2 else values
+
+
+def _numpy(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().double().cpu().numpy()

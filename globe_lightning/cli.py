@@ -1,0 +1,287 @@
+"""The command line: ``globe fit | validate | test | predict | prepare --config CONFIG [--key value ...]``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+for _variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    # Segments that grow keep memory from fragmenting under cases of ever-changing size. The older name is read by
+    # every torch; the newer one only matters if the user has set it.
+    if os.environ.get(_variable):
+        break
+else:
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from globe_lightning.callbacks.checkpoints import BestCheckpoint
+from globe_lightning.callbacks.pictures import PictureWriter
+from globe_lightning.callbacks.predictions import PredictionWriter
+from globe_lightning.callbacks.progress import LossBar
+from globe_lightning.module import MONITOR, MONITOR_MODE, SCHEMA_ARGUMENTS, GlobeLightningModule, plain
+from globe_lightning.run_folder import RunFolder, RunLogger, written_whole
+
+WEIGHT_ARGUMENTS = (
+    "n_communication_hyperlayers",
+    "n_latent_scalars",
+    "n_latent_vectors",
+    "hidden_layer_sizes",
+    "n_spherical_harmonics",
+    "network_type",
+)
+"""The model arguments, beside those that describe the data, on which the shapes of the weights depend."""
+
+UNTRAINED = "untrained"
+"""The value of ``--ckpt_path`` that asks for the network as it is before training."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line; ``args`` default to those of the process.
+
+    Raises:
+        SystemExit: something the user can mend is wrong; its message says what. The error itself is its cause.
+    """
+    import datamodules
+
+    for name in datamodules.__all__:  # imported classes can be named without their module
+        getattr(datamodules, name)
+    try:
+        GlobeCLI(args)
+    except (OSError, ValueError, MisconfigurationException) as error:
+        if os.environ.get("GLOBE_TRACEBACK"):
+            raise
+        raise SystemExit(f"globe: error: {error}\n(set GLOBE_TRACEBACK=1 to see where it was raised)") from error
+
+
+class GlobeTrainer(pl.Trainer):
+    """Lightning's trainer, with one more thing to do: ``prepare``."""
+
+    def prepare(self, model: Any = None, datamodule: Any = None) -> None:
+        """Preprocess the data ahead of time, without training."""
+        datamodule.prepare() if hasattr(datamodule, "prepare") else datamodule.prepare_data()
+
+
+class GlobeCLI(LightningCLI):
+    """LightningCLI with a run folder, always-on callbacks, and one rule for what a checkpoint and the flags decide.
+
+    Args:
+        args: command-line arguments; those of the process if None.
+        run: whether to run the subcommand. With False there is no subcommand, and ``model``, ``datamodule`` and
+            ``trainer`` are built and left to the caller; any configuration file will do, a run's saved one too.
+    """
+
+    def __init__(self, args: Sequence[str] | None = None, run: bool = True) -> None:
+        arguments = [str(argument) for argument in (sys.argv[1:] if args is None else args)]
+        super().__init__(
+            GlobeLightningModule,
+            pl.LightningDataModule,
+            save_config_callback=RunConfig,
+            trainer_class=GlobeTrainer,
+            seed_everything_default=42,
+            subclass_mode_data=True,
+            args=find_configs(arguments),
+            run=run,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The subcommands and the trainer arguments that are not the user's."""
+        return {**LightningCLI.subcommands(), "prepare": {"model", "datamodule"}}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the run folder and the callbacks that every run has, with their defaults."""
+        parser.add_class_arguments(RunFolder, "run", instantiate=False)
+        parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(PredictionWriter, "predictions")
+        parser.add_lightning_class_args(PictureWriter, "pictures")
+        parser.add_lightning_class_args(LossBar, "progress_bar")
+        parser.set_defaults(
+            {
+                "checkpoint.monitor": MONITOR,
+                "checkpoint.mode": MONITOR_MODE,
+                "checkpoint.filename": "best-epoch{epoch:04d}",
+                "checkpoint.auto_insert_metric_name": False,
+                "checkpoint.save_last": True,
+                "checkpoint.enable_version_counter": False,
+            }
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse, then fill in what belongs to the run folder."""
+        self.config = parser.parse_args(args)
+
+    def _parse_ckpt_path(self) -> None:
+        """Resolve ``ckpt_path`` in the run folder and settle what the checkpoint's hyperparameters decide."""
+        name = self.config.get("subcommand")
+        config = self.config[name] if name else self.config
+        self.run_folder = RunFolder(**config.run.as_dict())
+        if name is None or "ckpt_path" not in config:
+            return
+        path = self._resolve_checkpoint(name, config.ckpt_path)
+        config.ckpt_path = None if path is None else str(path)
+        if path is not None:
+            config.weights_only = True
+            stored = torch.load(path, weights_only=True, map_location="cpu", mmap=True).get("hyper_parameters", {})
+            defaults = self._subcommand_parsers[name].get_defaults()["model"]
+            settle_hyperparameters(config.model, stored, defaults)
+
+    def _resolve_checkpoint(self, subcommand: str, asked: str | None) -> Path | None:
+        folder = self.run_folder
+        if subcommand == "fit":
+            path = self._named_checkpoint(asked)
+            if path is not None:
+                _say(f"resuming from {path}")
+                return path
+            _say(f"starting fresh in {folder.path}" + (f": no {asked} checkpoint there" if asked else ""))
+            aside = _rank_zero_set_aside(folder)
+            if aside is not None:
+                _say(f"moved an earlier run's results to {aside}")
+            return None
+        if asked == UNTRAINED:
+            _say("using the untrained network")
+            return None
+        path = self._named_checkpoint(asked or "best") or (folder.last_checkpoint() if asked is None else None)
+        if path is None:
+            raise FileNotFoundError(
+                f"{folder.checkpoints}: no {asked or 'best or last'} checkpoint; train first (globe fit), name the run "
+                f"(--run.root, --run.name), or give --ckpt_path FILE (or {UNTRAINED})"
+            )
+        _say(f"using {path}")
+        return path
+
+    def _named_checkpoint(self, asked: str | None) -> Path | None:
+        if asked is None:
+            return None
+        if asked in ("last", "best"):
+            return self.run_folder.last_checkpoint() if asked == "last" else self.run_folder.best_checkpoint()
+        if not Path(asked).is_file():
+            raise FileNotFoundError(f"ckpt_path: no file {asked!r}; expected a checkpoint file, 'last' or 'best'")
+        return Path(asked)
+
+    def before_instantiate_classes(self) -> None:
+        """Send everything that is written into the run folder."""
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        folder = self.run_folder
+        config.trainer.default_root_dir = str(folder.path)
+        for key, place in (("checkpoint", folder.checkpoints), ("predictions", folder.predictions)):
+            name = "dirpath" if key == "checkpoint" else "folder"
+            if config[key][name] is None:
+                config[key][name] = str(place)
+        if config.pictures.folder is None:
+            config.pictures.folder = str(folder.pictures)
+        if self.subcommand == "predict" and config.get("return_predictions") is None:
+            config.return_predictions = False
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """The trainer, with the run folder's CSV logger unless the configuration names another."""
+        if self._get(self.config_init, "trainer").get("logger") in (None, True):
+            part = "" if self.subcommand in (None, "fit") else f"_{self.subcommand}"
+            kwargs["logger"] = RunLogger(str(self.run_folder.path), f"metrics{part}.csv")
+        return super().instantiate_trainer(**kwargs)
+
+
+class RunConfig(SaveConfigCallback):
+    """Saves the effective configuration in the run folder: ``config.yaml`` of fit, ``config_<subcommand>.yaml``."""
+
+    def __init__(self, parser: LightningArgumentParser, config: Any) -> None:
+        super().__init__(parser, config, save_to_log_dir=False)
+
+    def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Write the file whole."""
+        name = "config.yaml" if stage == "fit" else f"config_{stage}.yaml"
+        text = self.parser.dump(self.config, skip_none=False)
+        with written_whole(Path(trainer.default_root_dir) / name) as path:
+            path.write_text(text, encoding="utf-8")
+
+
+def settle_hyperparameters(config: Any, stored: dict[str, Any], defaults: Any) -> None:
+    """Decide between a checkpoint's hyperparameters and the configuration's, and say what is in force.
+
+    Where they differ, a value that the configuration or a flag sets (one that is not the default) is in force, else
+    the checkpoint's.
+
+    Args:
+        config: the configuration's ``model`` part, changed in place.
+        stored: the checkpoint's hyperparameters.
+        defaults: the parser's defaults of the ``model`` part.
+
+    Raises:
+        ValueError: the configuration sets another data description or another shape of the weights than the
+            checkpoint has.
+    """
+    refused = []
+    for key, value in stored.items():
+        if key not in config or plain(config[key]) == plain(value):
+            continue
+        here, there = plain(config[key]), plain(value)
+        if key in SCHEMA_ARGUMENTS or (key in WEIGHT_ARGUMENTS and here != plain(defaults[key])):
+            refused.append(f"model.{key}: the configuration says {here}, the checkpoint {there}")
+        elif here == plain(defaults[key]):
+            config[key] = there
+            _say(f"model.{key}: {there} from the checkpoint is in force (the configuration leaves it at {here})")
+        else:
+            _say(f"model.{key}: {here} from the configuration is in force (the checkpoint has {there})")
+    if refused:
+        raise ValueError(
+            "the checkpoint does not fit the configuration:\n  "
+            + "\n  ".join(refused)
+            + "\nuse the configuration it was trained with (config.yaml beside its checkpoints folder)"
+        )
+
+
+def shipped_configs() -> Path:
+    """The folder of the configurations that come with the package."""
+    here = Path(__file__).resolve().parent
+    inside = here / "configs"
+    return inside if inside.is_dir() else here.parent / "configs"
+
+
+def find_configs(arguments: Sequence[str]) -> list[str]:
+    """The arguments with every ``--config`` that is not a file here replaced by the shipped one of that name.
+
+    Raises:
+        FileNotFoundError: there is neither; the message lists the shipped ones.
+    """
+    found, expects = [], False
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if expects:
+            found.append(_find_config(argument))
+        elif equals and flag in ("--config", "-c"):
+            found.append(f"{flag}={_find_config(value)}")
+        else:
+            found.append(argument)
+        expects = argument in ("--config", "-c")
+    return found
+
+
+def _find_config(value: str) -> str:
+    path = Path(value)
+    if path.is_file() or not path.suffix:  # text without a suffix may be YAML itself
+        return value
+    shipped = shipped_configs()
+    inside = Path(*path.parts[1:]) if path.parts[0] == "configs" else path
+    if not path.is_absolute() and (shipped / inside).is_file():
+        return str(shipped / inside)
+    names = sorted(f"configs/{item.relative_to(shipped)}" for item in shipped.rglob("*.yaml"))
+    raise FileNotFoundError(f"config: no file {value!r} here or in the package; the package has {names}")
+
+
+@rank_zero_only
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+@rank_zero_only
+def _rank_zero_set_aside(folder: RunFolder) -> Path | None:
+    return folder.set_aside()

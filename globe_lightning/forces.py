@@ -1,0 +1,69 @@
+"""Force coefficients from surface fields: the one place that integrates forces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from globe_lightning.sample import ForceSurface
+
+
+class ForceCoefficients(NamedTuple):
+    """Dimensionless forces on a body by coefficient name ("Cl", "Cd", "Cd_own"); each a scalar float64 tensor.
+
+    Attributes:
+        total: pressure plus friction.
+        pressure: the part of the pressure.
+        friction: the part of the wall shear.
+    """
+
+    total: dict[str, Tensor]
+    pressure: dict[str, Tensor]
+    friction: dict[str, Tensor]
+
+
+def force_coefficients(surface: ForceSurface, fields: Mapping[str, Tensor]) -> ForceCoefficients:
+    """Integrate pressure and shear over a surface.
+
+    ``C = sum_f (-C_p,f A_f + shear_sign C_f,f |A_f|) . direction / reference_area``, A_f the area vector into the
+    fluid, a face's values the means over its corners. A corner whose value is NaN is left out of its face's mean; a
+    face without any known corner makes the coefficient NaN. Sums are taken in float64.
+
+    Args:
+        surface: faces, directions, areas and the names of the two fields.
+        fields: {flattened name: values at the sample's prediction points}: the pressure coefficient (n,) and the
+            wall shear coefficient (n, D).
+
+    Raises:
+        ValueError: one of the two fields is missing.
+    """
+    for argument, name in (("pressure_field", surface.pressure_field), ("shear_field", surface.shear_field)):
+        if name not in fields:
+            raise ValueError(f"forces need the {argument} {name!r}, the fields are {sorted(fields)}")
+    areas = surface.area_vectors.double()
+    pressure = _face_means(fields[surface.pressure_field].unsqueeze(-1), surface)
+    shear = _face_means(fields[surface.shear_field], surface)
+    pressure_force = -(pressure * areas).sum(dim=0)
+    friction_force = surface.shear_sign * (shear * areas.norm(dim=1, keepdim=True)).sum(dim=0)
+    result = ForceCoefficients({}, {}, {})
+    for coefficient, direction in sorted(surface.directions.items()):
+        direction = direction.double()
+        for suffix, area in surface.reference_areas.items():
+            name = f"{coefficient}{suffix}"
+            result.pressure[name] = pressure_force @ direction / area
+            result.friction[name] = friction_force @ direction / area
+            result.total[name] = result.pressure[name] + result.friction[name]
+    return result
+
+
+def can_integrate(surface: ForceSurface | None, field_names: Mapping[str, object] | list[str]) -> bool:
+    """Whether a sample has a surface whose two fields are among the named ones."""
+    return surface is not None and surface.pressure_field in field_names and surface.shear_field in field_names
+
+
+def _face_means(values: Float[Tensor, "points columns"], surface: ForceSurface) -> Float[Tensor, "faces columns"]:
+    return torch.nanmean(values[surface.point_indices].double(), dim=1)

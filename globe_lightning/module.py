@@ -1,0 +1,391 @@
+"""GlobeLightningModule: the GLOBE network with its plans, loss, metrics and optimizers, under Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from globe_lightning.fields import flatten_data, flatten_ranks
+from globe_lightning.forces import can_integrate, force_coefficients
+from globe_lightning.losses import complete_scales, field_losses
+from globe_lightning.metrics import CaseMeans, FieldErrors, ForceErrors, RunningMean, TargetVariances
+from globe_lightning.models.globe import GLOBE
+from globe_lightning.optim import OPTIMIZERS, SCHEDULES, PlateauSchedule, StepSchedule, build_optimizer
+from globe_lightning.sample import Sample, SampleSchema
+
+MONITOR, MONITOR_MODE = "val/loss", "min"
+"""The metric that says which checkpoint is best, and whether less or more of it is better."""
+
+SCHEMA_ARGUMENTS = (
+    "n_spatial_dims",
+    "output_field_ranks",
+    "boundary_source_data_ranks",
+    "reference_length_names",
+    "global_data_ranks",
+)
+"""The constructor arguments that describe the data."""
+
+NETWORK_ARGUMENTS = (
+    *SCHEMA_ARGUMENTS,
+    "reference_area",
+    "n_communication_hyperlayers",
+    "n_latent_scalars",
+    "n_latent_vectors",
+    "smoothing_radius",
+    "hidden_layer_sizes",
+    "n_spherical_harmonics",
+    "theta",
+    "leaf_size",
+    "network_type",
+    "self_regularization_beta",
+    "latent_compression_scale",
+    "expand_far_targets",
+    "use_gradient_checkpointing",
+    "tree_build_device",
+)
+"""The constructor arguments that are GLOBE's own."""
+
+SCHEMA_KEY = "sample_schema"
+"""Where a checkpoint keeps the schema of the samples that its model fits."""
+
+
+class GlobeLightningModule(pl.LightningModule):
+    """GLOBE under Lightning: one case is one step.
+
+    The arguments are plain values, so that a checkpoint can be loaded by itself:
+    ``GlobeLightningModule.load_from_checkpoint(path)``.
+
+    Args:
+        n_spatial_dims: 2 or 3.
+        output_field_ranks: the fields to predict, {name: 0 scalar or 1 vector}; may nest.
+        boundary_source_data_ranks: {boundary type: {per-face data: rank}}.
+        reference_length_names: one branch of every kernel each, in this order.
+        reference_area: what face areas are divided by [m^2, or m in 2D].
+        global_data_ranks: per-sample data, {name: rank}.
+        n_communication_hyperlayers: number of layers between boundary faces before the last layer.
+        n_latent_scalars: latent scalars that every face carries between layers.
+        n_latent_vectors: latent vectors that every face carries between layers.
+        smoothing_radius: softening of the length of vectors.
+        hidden_layer_sizes: widths of the kernels' hidden layers.
+        n_spherical_harmonics: degree up to which angles between vectors are expanded.
+        theta: opening angle; 0 evaluates every pair.
+        leaf_size: most points in a leaf of a tree.
+        network_type: "pade" (rational) or "mlp".
+        self_regularization_beta: bounds the rational network's outputs by 1/beta; None for no bound.
+        latent_compression_scale: where latents and strengths bend from linear to logarithmic; None for nowhere.
+        expand_far_targets: evaluate each target of a far pair by itself.
+        use_gradient_checkpointing: recompute kernels in the backward pass instead of storing them.
+        tree_build_device: where trees and plans are built, "cpu" or "cuda"; None where the sample is.
+        loss_scales: {field: error that counts as large}; 1 for fields not named.
+        optimizer: "muon" (Muon for matrices, RAdam for the rest), "radam" or "adamw".
+        lr: learning rate.
+        weight_decay: decoupled weight decay.
+        schedule: "plateau" lowers the learning rate when the train loss stalls; "cosine" follows half a cosine over
+            the whole training; "constant".
+        warmup_steps: optimizer steps of linear warm-up (cosine and constant schedules).
+        plateau_factor: what the learning rate is multiplied with on a plateau.
+        plateau_patience_steps: optimizer steps without improvement that make a plateau.
+        plateau_threshold: relative improvement that counts.
+        min_lr_factor: floor of the learning rate, as a fraction of ``lr`` (plateau and cosine).
+        prediction_chunk_size: prediction points evaluated at once; "auto" as many as there are boundary faces, None
+            all of them.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+    """
+
+    def __init__(
+        self,
+        n_spatial_dims: int,
+        output_field_ranks: dict[str, Any],
+        boundary_source_data_ranks: dict[str, dict[str, Any]],
+        reference_length_names: list[str],
+        reference_area: float = 1.0,
+        global_data_ranks: dict[str, Any] | None = None,
+        n_communication_hyperlayers: int = 2,
+        n_latent_scalars: int = 12,
+        n_latent_vectors: int = 6,
+        smoothing_radius: float = 1e-8,
+        hidden_layer_sizes: Sequence[int] = (64, 64, 64),
+        n_spherical_harmonics: int = 4,
+        theta: float = 1.0,
+        leaf_size: int = 1,
+        network_type: Literal["pade", "mlp"] = "pade",
+        self_regularization_beta: float | None = None,
+        latent_compression_scale: float | None = None,
+        expand_far_targets: bool = False,
+        use_gradient_checkpointing: bool = True,
+        tree_build_device: str | None = None,
+        loss_scales: dict[str, float] | None = None,
+        optimizer: Literal["muon", "radam", "adamw"] = "muon",
+        lr: float = 1e-3,
+        weight_decay: float = 1e-4,
+        schedule: Literal["plateau", "cosine", "constant"] = "plateau",
+        warmup_steps: int = 0,
+        plateau_factor: float = 0.5,
+        plateau_patience_steps: int = 1600,
+        plateau_threshold: float = 1e-3,
+        min_lr_factor: float = 1 / 64,
+        prediction_chunk_size: int | Literal["auto"] | None = "auto",
+    ) -> None:
+        values = {name: plain(value) for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__()
+        self.save_hyperparameters(values)
+        if optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer: expected one of {OPTIMIZERS}, found {optimizer!r}")
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule: expected one of {SCHEDULES}, found {schedule!r}")
+        if schedule == "plateau" and warmup_steps:
+            raise ValueError("warmup_steps: the plateau schedule has no warm-up; set 0, or schedule cosine or constant")
+        self.schema = SampleSchema(**{name: values[name] for name in SCHEMA_ARGUMENTS if values[name] is not None})
+        self.field_ranks = flatten_ranks(output_field_ranks, "output_field_ranks")
+        self.network = GLOBE(**{name: values[name] for name in NETWORK_ARGUMENTS})
+        self.latest_prediction: dict[str, Tensor] | None = None
+        self._step_report: tuple[str, Tensor] | None = None
+        self.configure_losses()
+        self.configure_metrics()
+
+    # Configuration
+
+    def configure_losses(self) -> None:
+        """Set the scale of every field's loss."""
+        self.loss_scales = complete_scales(self.hparams["loss_scales"], list(self.field_ranks))
+
+    def configure_metrics(self) -> None:
+        """Create the metrics: running means in training, errors by case in validation and test."""
+        self.train_means = nn.ModuleList(RunningMean() for _ in ("total", *self.field_ranks))
+        self.target_variances = TargetVariances(self.field_ranks, self.schema.n_spatial_dims)
+        self.stage_metrics = nn.ModuleDict(
+            {
+                f"{stage}_metrics": nn.ModuleDict(
+                    {
+                        "losses": CaseMeans(["loss", *(f"loss/{name}" for name in self.field_ranks)]),
+                        "fields": FieldErrors(self.field_ranks, self.schema.n_spatial_dims),
+                        "forces": ForceErrors(),
+                    }
+                )
+                for stage in ("val", "test")
+            }
+        )
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer with its schedule."""
+        h = self.hparams
+        optimizer = build_optimizer(h["optimizer"], self.network.parameters(), h["lr"], h["weight_decay"])
+        if h["schedule"] == "plateau":
+            plateau = PlateauSchedule(
+                optimizer, h["plateau_factor"], h["plateau_patience_steps"], h["min_lr_factor"], h["plateau_threshold"]
+            )
+            schedule: dict[str, Any] = {
+                "scheduler": plateau,
+                "interval": "epoch",
+                "monitor": "train/loss_epoch",
+                "reduce_on_plateau": True,
+            }
+        else:
+            total = None
+            if h["schedule"] == "cosine":
+                steps = self.trainer.estimated_stepping_batches
+                if steps == float("inf"):
+                    raise ValueError(
+                        "schedule: the cosine needs an end of training; set trainer.max_epochs or max_steps"
+                    )
+                total = int(steps)
+            schedule = {
+                "scheduler": StepSchedule(optimizer, h["warmup_steps"], total, h["min_lr_factor"]),
+                "interval": "step",
+            }
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        """Step a schedule by the number of optimizer steps done; a plateau's also by the epoch's mean train loss."""
+        if isinstance(scheduler, PlateauSchedule):
+            assert metric is not None, "the plateau schedule is stepped at the end of an epoch, with its train loss"
+            scheduler.step(metric, self.trainer.global_step)
+        else:
+            scheduler.step(self.trainer.global_step)
+
+    def setup(self, stage: str) -> None:
+        """Compare the data module's schema with the model's.
+
+        Raises:
+            ValueError: they differ; the message lists how.
+        """
+        data = getattr(getattr(self.trainer, "datamodule", None), "schema", None)
+        if isinstance(data, SampleSchema):
+            self._refuse_differences(data, "the data module's samples do not fit the model")
+
+    def _refuse_differences(self, other: SampleSchema, what: str) -> None:
+        lines = self.schema.differences(other)
+        if lines:
+            raise ValueError(f"{what}:\n  " + "\n  ".join(lines))
+
+    # Prediction
+
+    @torch.no_grad()
+    def build_plans(self, sample: Sample) -> Any:
+        """Trees and interaction plans of a sample, in full precision, on ``tree_build_device``.
+
+        Raises:
+            ValueError: a number of the sample is unusable; the message names the case, what and how many.
+        """
+        with torch.autocast(sample.prediction_points.device.type, enabled=False):
+            try:
+                return self.network.build_plans(
+                    sample.prediction_points,
+                    sample.boundary_meshes,
+                    self.hparams["prediction_chunk_size"],
+                    reference_lengths=sample.reference_lengths,
+                    global_data=sample.global_data,
+                )
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"case {sample.case!r}: {error}") from error
+
+    def forward(self, sample: Sample) -> TensorDict:
+        """The predicted fields at the sample's points: scalars (n,), vectors (n, D), nested as declared."""
+        plans = self.build_plans(sample)
+        return self.network(
+            sample.prediction_points,
+            sample.boundary_meshes,
+            sample.reference_lengths,
+            sample.global_data,
+            prediction_chunk_size=self.hparams["prediction_chunk_size"],
+            plans=plans,
+        )
+
+    # Training
+
+    def training_step(self, sample: Sample, batch_idx: int = 0) -> Tensor:
+        """The loss of one case."""
+        truth = flatten_data(sample.targets)
+        losses = self._losses(sample, flatten_data(self(sample)), truth)
+        total = torch.stack(list(losses.values())).sum()
+        self.target_variances.update(truth)
+        for mean, (name, loss) in zip(self.train_means, {"": total, **losses}.items(), strict=True):
+            mean(loss)
+            full = f"train/loss/{name}" if name else "train/loss"
+            self.log(full, mean, on_step=True, on_epoch=True, prog_bar=True, batch_size=1)
+        self.log("train/lr", self.optimizers().param_groups[0]["lr"], batch_size=1)  # type: ignore[union-attr]
+        self._step_report = (sample.case, total.detach())
+        return total
+
+    def _losses(self, sample: Sample, prediction: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, Tensor]:
+        try:
+            return field_losses(prediction, truth, self.loss_scales)
+        except ValueError as error:
+            raise ValueError(f"case {sample.case!r}: {error}") from error
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Stop when the loss is no longer a number; read here, where the progress bar reads it too."""
+        if self._step_report is not None and not bool(torch.isfinite(self._step_report[1])):
+            raise RuntimeError(
+                f"the train loss is {float(self._step_report[1])} at step {self.trainer.global_step} (case "
+                f"{self._step_report[0]!r}): training has diverged; lower model.lr, or clip gradients "
+                "(trainer.gradient_clip_val=1), and go on from the last checkpoint"
+            )
+
+    # Validation, test, prediction
+
+    def validation_step(self, sample: Sample, batch_idx: int = 0) -> None:
+        """Add a case to the validation metrics."""
+        self._evaluate(sample, "val")
+
+    def test_step(self, sample: Sample, batch_idx: int = 0) -> None:
+        """Add a case to the test metrics."""
+        self._evaluate(sample, "test")
+
+    def predict_step(self, sample: Sample, batch_idx: int = 0) -> None:
+        """Predict a case and leave it in ``latest_prediction`` for the callbacks; nothing is collected."""
+        self.latest_prediction = flatten_data(self(sample))
+
+    def _evaluate(self, sample: Sample, stage: str) -> None:
+        metrics: Any = self.stage_metrics[f"{stage}_metrics"]
+        prediction, truth = flatten_data(self(sample)), flatten_data(sample.targets)
+        self.latest_prediction = prediction
+        losses = self._losses(sample, prediction, truth)
+        values = {"loss": torch.stack(list(losses.values())).sum()}
+        metrics["losses"].update(sample.index, values | {f"loss/{name}": loss for name, loss in losses.items()})
+        metrics["fields"].update(sample.index, prediction, truth)
+        if can_integrate(sample.force_surface, list(self.field_ranks)):
+            assert sample.force_surface is not None
+            predicted, true = (force_coefficients(sample.force_surface, fields) for fields in (prediction, truth))
+            metrics["forces"].update(sample.index, predicted.total, true.total)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the validation metrics."""
+        self._log_metrics("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the test metrics."""
+        self._log_metrics("test")
+
+    def on_predict_epoch_end(self) -> None:
+        """Let go of the last prediction."""
+        self.latest_prediction = None
+
+    def _log_metrics(self, stage: str) -> None:
+        self.latest_prediction = None
+        metrics: Any = self.stage_metrics[f"{stage}_metrics"]
+        metrics["fields"].train_variances = self._train_variances()
+        # Metrics gather their rows from all processes, so every process logs the same values.
+        values = {name: value for metric in metrics.values() for name, value in metric.compute().items()}
+        for metric in metrics.values():
+            metric.reset()
+        for name in [name for name, value in values.items() if not bool(torch.isfinite(value))]:
+            rank_zero_warn(f"{stage}/{name} is not finite: the network's prediction is not; logged as infinite")
+            values[name] = torch.full_like(values[name], torch.inf)
+        for name, value in values.items():
+            self.log(f"{stage}/{name}", value, prog_bar=name == "loss", batch_size=1)
+
+    def _train_variances(self) -> dict[str, float]:
+        if not self.target_variances.update_called and not bool(self.target_variances.sums.any()):
+            return {}
+        self.target_variances._computed = None  # restored sums do not tell the metric that it changed
+        return self.target_variances.compute()
+
+    # Checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store the schema, as plain values."""
+        checkpoint[SCHEMA_KEY] = self.schema.arguments()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of a model of other data.
+
+        Raises:
+            ValueError: the schemas differ; the message lists how.
+        """
+        if SCHEMA_KEY in checkpoint:
+            stored = SampleSchema(**checkpoint[SCHEMA_KEY])
+            self._refuse_differences(
+                stored, "the checkpoint was trained on other data ('the data' below) than declared"
+            )
+
+
+def plain(value: Any) -> Any:
+    """A value in plain Python: mappings to dicts, sequences to lists, numpy and 0-d tensor numbers to numbers.
+
+    Raises:
+        ValueError: something else.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if hasattr(value, "items"):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, torch.device):
+        return str(value)
+    if hasattr(value, "item"):
+        return value.item()
+    if isinstance(value, (bool, int, float, str)):
+        for kind in (bool, int, float, str):
+            if isinstance(value, kind):
+                return kind(value)
+    raise ValueError(f"expected plain values (numbers, text, lists, mappings), found {type(value).__name__}: {value!r}")

@@ -1,0 +1,121 @@
+"""The run folder: the one place that names what a run writes, and where.
+
+``<root>/<name>/`` holds ``config.yaml``, ``metrics.csv``, ``checkpoints/``, ``predictions/`` and ``pictures/``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.loggers.logger import rank_zero_experiment
+
+
+class RunFolder:
+    """The folder of one run.
+
+    Args:
+        root: where runs live.
+        name: the run's own folder in it.
+    """
+
+    def __init__(self, root: str = "runs", name: str = "default") -> None:
+        self.path = Path(root) / name
+        self.checkpoints = self.path / "checkpoints"
+        self.predictions = self.path / "predictions"
+        self.pictures = self.path / "pictures"
+
+    def last_checkpoint(self) -> Path | None:
+        """The checkpoint to resume from, None if there is none."""
+        path = self.checkpoints / "last.ckpt"
+        return path if path.is_file() else None
+
+    def best_checkpoint(self) -> Path | None:
+        """The checkpoint of lowest validation loss, None if there is none."""
+        found = sorted(self.checkpoints.glob("best*.ckpt"))
+        last = self.last_checkpoint()
+        if len(found) > 1 and last is not None:
+            # Several are kept: the checkpoint callback's own state knows which of them is the best.
+            states = torch.load(last, weights_only=True, map_location="cpu").get("callbacks", {}).values()
+            names = {Path(state["best_model_path"]).name for state in states if state.get("best_model_path")}
+            found = [path for path in found if path.name in names] or found
+        return max(found, key=lambda path: path.stat().st_mtime) if found else None
+
+    def set_aside(self) -> Path | None:
+        """Move the results of an earlier training into ``earlier/<n>/``; returns that folder, None if there were none."""
+        results = [self.path / name for name in ("checkpoints", "metrics.csv", "config.yaml", "pictures")]
+        results = [path for path in results if path.exists()]
+        if not any(path.name in ("checkpoints", "metrics.csv") for path in results):
+            return None
+        earlier = self.path / "earlier"
+        earlier.mkdir(parents=True, exist_ok=True)
+        numbers = [int(path.name) for path in earlier.iterdir() if path.name.isdigit()]
+        target = earlier / str(max(numbers, default=0) + 1)
+        target.mkdir()
+        for path in results:
+            os.replace(path, target / path.name)
+        return target
+
+
+def safe_name(case: str) -> str:
+    """A case's name as the stem of a file name."""
+    return "".join(letter if letter.isalnum() or letter in "-_.+" else "_" for letter in case) or "_"
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A path beside ``path``, with the same suffix, to write to; renamed to it when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield beside
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+class RunLogger(CSVLogger):
+    """Writes metrics to one CSV file of a folder and keeps what an earlier part of the same run wrote there.
+
+    Args:
+        folder: the run's folder.
+        file_name: the file in it.
+        flush_logs_every_n_steps: how often rows are written to disk.
+    """
+
+    def __init__(self, folder: str, file_name: str = "metrics.csv", flush_logs_every_n_steps: int = 20) -> None:
+        super().__init__(folder, name="", version="", flush_logs_every_n_steps=flush_logs_every_n_steps)
+        self._file_name = file_name
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> ExperimentWriter:
+        """The writer of the file."""
+        if self._experiment is None:
+            self._experiment = _AppendingWriter(self.log_dir, self._file_name)
+        return self._experiment
+
+
+class _AppendingWriter(ExperimentWriter):
+    def __init__(self, log_dir: str, file_name: str) -> None:
+        self.NAME_METRICS_FILE = file_name
+        super().__init__(log_dir)
+        path = Path(self.metrics_file_path)
+        if path.is_file() and (header := path.read_text(encoding="utf-8").partition("\n")[0]):
+            import csv
+
+            self.metrics_keys = next(csv.reader([header]))
+
+    def _check_log_dir_exists(self) -> None:
+        """Keep what is there."""
+
+    def log_hparams(self, params: dict) -> None:
+        """Written into ``config.yaml`` instead."""
+
+    def save(self) -> None:
+        super().save()

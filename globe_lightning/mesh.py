@@ -98,7 +98,8 @@ class BoundaryMesh:
         """Where each face stands as a source and as a target [m]: ``face_positions``, or the centroids."""
         return self.centroids if self.face_positions is None else self.face_positions
 
-    def _normals_and_measures(self) -> tuple[Tensor, Tensor]:
+    def normals_and_areas(self) -> tuple[Float[Tensor, "faces dims"], Float[Tensor, " faces"]]:
+        """``normals`` and ``areas`` of one computation."""
         corners = self.corners
         edge = corners[:, 1] - corners[:, 0]
         if self.n_dims == 2:
@@ -111,18 +112,17 @@ class BoundaryMesh:
             area = measure / 2
         # where() on the divisor keeps the gradient of a degenerate face finite: its normal is zero.
         normals = directed / torch.where(measure > 0, measure, torch.ones_like(measure)).unsqueeze(-1)
-        return normals, area
+        return normals, area if self.measure_weights is None else area * self.measure_weights
 
     @property
     def normals(self) -> Float[Tensor, "faces dims"]:
         """Unit normals: (-e_y, e_x)/|e| of the edge e = p1 - p0 in 2D, (p1-p0) x (p2-p0) in 3D; 0 if degenerate."""
-        return self._normals_and_measures()[0]
+        return self.normals_and_areas()[0]
 
     @property
     def areas(self) -> Float[Tensor, " faces"]:
         """Length [m] or area [m^2] of each face, times its measure weight."""
-        area = self._normals_and_measures()[1]
-        return area if self.measure_weights is None else area * self.measure_weights
+        return self.normals_and_areas()[1]
 
     def flipped(self) -> BoundaryMesh:
         """The same faces with their normals reversed (two vertices of each face exchanged)."""

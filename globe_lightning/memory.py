@@ -1,0 +1,38 @@
+"""Static byte budgets: how much of a device one chunk of pair evaluations may take.
+
+The figures are read once a process and device, so that the hot path never asks a driver.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import psutil
+import torch
+
+# On a CPU a chunk that stays near the cache is fastest; on a GPU large launches are.
+CPU_CHUNK_BYTES = 64 << 20
+GPU_CHUNK_BYTES = 2 << 30
+# One chunk never takes more than this share of the device's memory, however small the device.
+MAX_SHARE = 1 / 16
+
+
+@lru_cache
+def total_memory(device_type: str, device_index: int | None = None) -> int:
+    """Total memory of a device in bytes: the machine's for "cpu" and others, the card's for "cuda"; read once."""
+    if device_type == "cuda":
+        return torch.cuda.get_device_properties(device_index or 0).total_memory
+    return psutil.virtual_memory().total
+
+
+@lru_cache
+def chunk_budget(device_type: str, device_index: int | None = None) -> int:
+    """Bytes that the temporaries of one chunk of pairs may take on a device."""
+    default = GPU_CHUNK_BYTES if device_type == "cuda" else CPU_CHUNK_BYTES
+    return int(min(default, total_memory(device_type, device_index) * MAX_SHARE))
+
+
+def pairs_per_chunk(device: torch.device, bytes_per_pair: int, budget: int | None = None) -> int:
+    """How many pairs fit the chunk budget (bytes; the device's default if None), at least 256."""
+    budget = chunk_budget(device.type, device.index) if budget is None else budget
+    return max(256, budget // max(1, bytes_per_pair))

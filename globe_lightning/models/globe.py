@@ -1,0 +1,548 @@
+"""GLOBE: hyperlayers of learnable Green's-function-like kernels between boundary faces and target points.
+
+Sharpe, "GLOBE: Accurate and Generalizable PDE Surrogates using Domain-Inspired Architectures and Equivariances",
+arXiv:2511.15856. Communication hyperlayers evaluate at the faces and emit the strengths and latents of the next one;
+the last hyperlayer evaluates the output fields at the prediction points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from globe_lightning.fields import FieldLayout, flatten_data
+from globe_lightning.mesh import BoundaryMesh
+from globe_lightning.models.features import magnitude_and_direction
+from globe_lightning.models.interactions import SourceTable, evaluate_plan
+from globe_lightning.models.kernel import SourceVectors
+from globe_lightning.models.multiscale import MultiscaleKernel, module_key
+from globe_lightning.tree.cluster_tree import ClusterForest, build_forest
+from globe_lightning.tree.plan import InteractionPlan, build_plan
+from globe_lightning.tree.prefix_sums import range_means, range_sums
+from globe_lightning.validation import NumberChecks, check_conditions, check_geometry
+
+# At theta = 0 the result does not depend on the chunks, so "auto" need not follow the number of faces.
+EXACT_CHUNK = 16384
+
+
+@dataclass
+class PredictionPlan:
+    """One chunk of prediction points: its rows, their sorted order and its interactions with the boundary."""
+
+    first: int
+    last: int
+    order: Tensor
+    plan: InteractionPlan
+
+
+@dataclass
+class Plans:
+    """Trees and interaction plans of a sample: pure geometry, indices only.
+
+    Attributes:
+        kinds: boundary types that have faces, in the order of the forest's trees.
+        forest: trees over the faces of those types.
+        communication: interactions of all faces with all faces.
+        prediction: one plan a chunk of prediction points.
+    """
+
+    kinds: list[str]
+    forest: ClusterForest
+    communication: InteractionPlan
+    prediction: list[PredictionPlan]
+
+    @property
+    def n_evaluations(self) -> dict[str, int]:
+        """Kernel evaluations per branch and layer, {"communication": …, "prediction": …}."""
+        return {
+            "communication": self.communication.n_evaluations,
+            "prediction": sum(chunk.plan.n_evaluations for chunk in self.prediction),
+        }
+
+
+@dataclass
+class _Boundary:
+    """The faces of one type in tree order: what stays the same from layer to layer."""
+
+    kind: str
+    first_point: int
+    n_points: int
+    first_node: int
+    n_nodes: int
+    positions: Tensor
+    areas: Tensor
+    fields: dict[str, Tensor]
+    start: Tensor
+    end: Tensor
+    node_positions: Tensor
+
+
+class FieldCalibration(nn.Module):
+    """An output field's own scale and, for scalars, offset; 1 and 0 at first."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 1))
+        if rank == 0:
+            self.bias = nn.Parameter(torch.zeros(1))
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, field: Float[Tensor, "n columns"]) -> Float[Tensor, "n columns"]:
+        """Scale and shift a field's packed columns."""
+        field = field * self.weight.to(field.dtype)
+        return field if self.bias is None else field + self.bias.to(field.dtype)
+
+
+class GLOBE(nn.Module):
+    """A neural surrogate of boundary-driven PDEs.
+
+    Translation-equivariant always; equivariant to rotations and reflections at ``theta = 0`` (the boxes of the tree
+    follow the axes); covariant with the units of length.
+
+    Args:
+        n_spatial_dims: dimension D of the space, 2 or 3.
+        output_field_ranks: predicted fields, {name: 0 scalar | 1 vector}; may nest.
+        boundary_source_data_ranks: {boundary type: {name: rank} of its per-face data}.
+        reference_length_names: named lengths, one kernel branch each; the order counts.
+        reference_area: by which face areas are divided [m^2; m in 2D].
+        global_data_ranks: per-sample data, {name: rank}.
+        n_communication_hyperlayers: L.
+        n_latent_scalars, n_latent_vectors: latents that the faces exchange.
+        smoothing_radius: eps of all magnitudes.
+        hidden_layer_sizes: of every kernel's network.
+        n_spherical_harmonics: H, the highest degree of the Legendre polynomials.
+        theta: opening angle of the tree; 0 is exact.
+        leaf_size: largest number of points of a tree's leaf.
+        network_type: "pade" or "mlp".
+        self_regularization_beta: bounds the Pade network by 1/beta; None leaves it unbounded.
+        latent_compression_scale: C of the compression C asinh(t/C) of strengths and latents; None for none.
+        expand_far_targets: evaluate far pairs at every target by itself: smoother fields, many more evaluations.
+        use_gradient_checkpointing: recompute pair temporaries in the backward pass: memory for time.
+        tree_build_device: where trees and plans are built, e.g. "cpu"; None for the sample's own device.
+
+    Raises:
+        ValueError: an argument is out of range; the message names it.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_spatial_dims: int,
+        output_field_ranks: Mapping[str, Any],
+        boundary_source_data_ranks: Mapping[str, Mapping[str, Any]],
+        reference_length_names: Sequence[str],
+        reference_area: float = 1.0,
+        global_data_ranks: Mapping[str, Any] | None = None,
+        n_communication_hyperlayers: int = 2,
+        n_latent_scalars: int = 12,
+        n_latent_vectors: int = 6,
+        smoothing_radius: float = 1e-8,
+        hidden_layer_sizes: Sequence[int] = (64, 64, 64),
+        n_spherical_harmonics: int = 4,
+        theta: float = 1.0,
+        leaf_size: int = 1,
+        network_type: str = "pade",
+        self_regularization_beta: float | None = None,
+        latent_compression_scale: float | None = None,
+        expand_far_targets: bool = False,
+        use_gradient_checkpointing: bool = True,
+        tree_build_device: str | None = None,
+    ) -> None:
+        super().__init__()
+        _require(n_spatial_dims in (2, 3), "n_spatial_dims", n_spatial_dims, "2 or 3")
+        _require(len(boundary_source_data_ranks) > 0, "boundary_source_data_ranks", "none", "at least one type")
+        _require(len(reference_length_names) > 0, "reference_length_names", "none", "at least one length")
+        _require(
+            len(set(reference_length_names)) == len(reference_length_names),
+            "reference_length_names",
+            list(reference_length_names),
+            "different names",
+        )
+        _require(reference_area > 0, "reference_area", reference_area, "a positive area")
+        _require(n_communication_hyperlayers >= 0, "n_communication_hyperlayers", n_communication_hyperlayers, ">= 0")
+        _require(n_latent_scalars >= 0, "n_latent_scalars", n_latent_scalars, ">= 0")
+        _require(n_latent_vectors >= 0, "n_latent_vectors", n_latent_vectors, ">= 0")
+        _require(smoothing_radius > 0, "smoothing_radius", smoothing_radius, "a positive number")
+        _require(all(size > 0 for size in hidden_layer_sizes), "hidden_layer_sizes", hidden_layer_sizes, "sizes > 0")
+        _require(len(hidden_layer_sizes) > 0, "hidden_layer_sizes", "none", "at least one hidden layer")
+        _require(n_spherical_harmonics >= 0, "n_spherical_harmonics", n_spherical_harmonics, ">= 0")
+        _require(theta >= 0, "theta", theta, ">= 0")
+        _require(leaf_size >= 1, "leaf_size", leaf_size, ">= 1")
+        beta, scale = self_regularization_beta, latent_compression_scale
+        _require(beta is None or beta >= 0, "self_regularization_beta", beta, "None or >= 0")
+        _require(scale is None or scale > 0, "latent_compression_scale", scale, "None or a positive number")
+
+        self.n_spatial_dims = n_spatial_dims
+        self.reference_length_names = list(reference_length_names)
+        self.n_communication_hyperlayers = n_communication_hyperlayers
+        self.theta, self.leaf_size = float(theta), leaf_size
+        self.latent_compression_scale = latent_compression_scale
+        self.expand_far_targets = expand_far_targets
+        self.use_gradient_checkpointing = use_gradient_checkpointing
+        self.tree_build_device = None if tree_build_device is None else torch.device(tree_build_device)
+        self.register_buffer("reference_area", torch.tensor(reference_area, dtype=torch.float32))
+        self.register_buffer("smoothing_radius", torch.tensor(smoothing_radius, dtype=torch.float32), persistent=False)
+
+        self.output_layout = FieldLayout(output_field_ranks, n_spatial_dims, "output_field_ranks")
+        _require(self.output_layout.n_columns > 0, "output_field_ranks", "none", "at least one field")
+        self.global_layout = FieldLayout(global_data_ranks, n_spatial_dims, "global_data_ranks")
+        self.source_layouts = {
+            str(kind): FieldLayout(ranks, n_spatial_dims, f"boundary_source_data_ranks[{kind!r}]")
+            for kind, ranks in boundary_source_data_ranks.items()
+        }
+        latent_ranks: dict[str, int] = {f"latent.scalars.{i}": 0 for i in range(n_latent_scalars)}
+        latent_ranks |= {f"latent.vectors.{i}": 1 for i in range(n_latent_vectors)}
+        strength_ranks = {f"strengths.{name}": 0 for name in self.reference_length_names}
+        self.latent_layout = FieldLayout({**latent_ranks, **strength_ranks}, n_spatial_dims)
+
+        layers = []
+        self._layer_sources: list[dict[str, FieldLayout]] = []
+        for layer in range(n_communication_hyperlayers + 1):
+            outputs = self.output_layout if layer == n_communication_hyperlayers else self.latent_layout
+            sources = {
+                kind: FieldLayout(
+                    {
+                        "normals": 1,
+                        **{f"physical.{name}": rank for name, rank in layout.ranks.items()},
+                        **(latent_ranks if layer else {}),
+                    },
+                    n_spatial_dims,
+                )
+                for kind, layout in self.source_layouts.items()
+            }
+            self._layer_sources.append(sources)
+            layers.append(
+                nn.ModuleDict(
+                    {
+                        module_key(kind): MultiscaleKernel(
+                            self.reference_length_names,
+                            n_spatial_dims=n_spatial_dims,
+                            output_field_ranks=outputs.ranks,
+                            source_data_ranks=sources[kind].ranks,
+                            global_data_ranks=self.global_layout.ranks,
+                            hidden_layer_sizes=tuple(hidden_layer_sizes),
+                            n_spherical_harmonics=n_spherical_harmonics,
+                            network_type=network_type,
+                            self_regularization_beta=self_regularization_beta,
+                        )
+                        for kind in self.source_layouts
+                    }
+                )
+            )
+        self.kernel_layers = nn.ModuleList(layers)
+        self.final_field_transforms = nn.ModuleList(FieldCalibration(r) for r in self.output_layout.ranks.values())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> GLOBE:
+        radius = self.smoothing_radius
+        super()._apply(fn, recurse)
+        # Its square underflows in 16-bit formats.
+        if self.smoothing_radius.dtype.itemsize < 4:
+            self.smoothing_radius = radius.to(self.smoothing_radius.device)
+        return self
+
+    @property
+    def geometry_dtype(self) -> torch.dtype:
+        """Precision of coordinates, features and sums: the parameters', but float32 at least."""
+        return torch.promote_types(self.final_field_transforms[0].weight.dtype, torch.float32)
+
+    @torch.no_grad()
+    def build_plans(
+        self,
+        prediction_points: Float[Tensor, "n dims"],
+        boundary_meshes: Mapping[str, BoundaryMesh],
+        prediction_chunk_size: int | Literal["auto"] | None = "auto",
+        *,
+        reference_lengths: Mapping[str, Any] | None = None,
+        global_data: Mapping[str, Any] | TensorDictBase | None = None,
+    ) -> Plans:
+        """Check a sample and build its trees and interaction plans, never under autocast.
+
+        Args:
+            prediction_points: (n, D) [m].
+            boundary_meshes: {boundary type: faces}.
+            prediction_chunk_size: points that share one plan: "auto" as many as there are faces in total, None all,
+                or a number.
+            reference_lengths, global_data: checked along with the geometry if given; plans do not depend on them.
+
+        Raises:
+            TypeError, ValueError: something of the sample does not fit; see ``validation``.
+        """
+        checks = NumberChecks()
+        check_geometry(checks, prediction_points, boundary_meshes, self.source_layouts, self.n_spatial_dims)
+        if reference_lengths is not None:
+            check_conditions(checks, reference_lengths, self.reference_length_names, global_data, self.global_layout)
+        checks.judge()
+        device = prediction_points.device
+        build = self.tree_build_device or device
+        dtype = self.geometry_dtype
+        with torch.autocast(device.type, enabled=False):
+            kinds = [kind for kind in self.source_layouts if kind in boundary_meshes and boundary_meshes[kind].n_faces]
+            faces = [boundary_meshes[kind].to(dtype=dtype).positions.to(build) for kind in kinds]
+            forest = build_forest(faces, self.leaf_size)
+            communication = build_plan(forest, forest, self.theta, self.expand_far_targets)
+            n, size = prediction_points.shape[0], self._chunk_size(prediction_chunk_size, forest.n_points)
+            prediction = []
+            for first in range(0, n, max(1, size or n)):
+                last = min(n, first + (size or n))
+                points = prediction_points[first:last].to(device=build, dtype=dtype)
+                tree = build_forest([points], self.leaf_size)
+                plan = build_plan(tree, forest, self.theta, self.expand_far_targets)
+                prediction.append(PredictionPlan(first, last, tree.order.to(device), plan.to(device)))
+        return Plans(kinds, forest.to(device), communication.to(device), prediction)
+
+    def _chunk_size(self, requested: int | Literal["auto"] | None, n_faces: int) -> int | None:
+        if requested == "auto":
+            return max(n_faces, EXACT_CHUNK) if self.theta == 0 else n_faces
+        if requested is None or (isinstance(requested, int) and requested >= 1):
+            return requested
+        raise ValueError(f'prediction_chunk_size: expected "auto", None or a positive integer, found {requested!r}')
+
+    def forward(
+        self,
+        prediction_points: Float[Tensor, "n dims"],
+        boundary_meshes: Mapping[str, BoundaryMesh],
+        reference_lengths: Mapping[str, Any],
+        global_data: Mapping[str, Any] | TensorDictBase | None = None,
+        prediction_chunk_size: int | Literal["auto"] | None = "auto",
+        plans: Plans | None = None,
+    ) -> TensorDict:
+        """Predict the output fields at points.
+
+        Args:
+            prediction_points: (n, D) [m]; cast to the model's precision, as everything else.
+            boundary_meshes: {boundary type: faces}; a declared type may be missing and contributes nothing.
+            reference_lengths: {name: positive number or scalar tensor [m]}.
+            global_data: {name: scalar () or vector (D,)}, as declared.
+            prediction_chunk_size: see :meth:`build_plans`; ignored if ``plans`` are given.
+            plans: of :meth:`build_plans` for exactly these points and meshes; then the forward and backward pass
+                hold no data-dependent operation. Built (and the inputs checked) here if None.
+
+        Returns:
+            The fields, nested as declared, batch size (n,): scalars (n,), vectors (n, D).
+        """
+        if plans is None:
+            plans = self.build_plans(
+                prediction_points,
+                boundary_meshes,
+                prediction_chunk_size,
+                reference_lengths=reference_lengths,
+                global_data=global_data,
+            )
+        device, dtype = prediction_points.device, self.geometry_dtype
+        autocast = torch.is_autocast_enabled(device.type)
+        product_dtype = (
+            torch.get_autocast_dtype(device.type) if autocast else self.final_field_transforms[0].weight.dtype
+        )
+        lengths = {
+            name: torch.as_tensor(reference_lengths[name], device=device, dtype=dtype).reshape(1)
+            for name in self.reference_length_names
+        }
+        conditions = {
+            name: value.to(device=device, dtype=dtype).reshape(self.global_layout.shape(name))
+            for name, value in flatten_data(global_data).items()
+        }
+        points = prediction_points.to(dtype)
+        with torch.autocast(device.type, enabled=False):
+            boundaries = self._boundaries(boundary_meshes, plans, dtype)
+            face_targets = [_face_targets(plans, boundaries, source) for source in boundaries]
+            latents: Tensor | None = None
+            for layer in range(self.n_communication_hyperlayers):
+                tables = self._tables(layer, plans, boundaries, latents, lengths, conditions, product_dtype)
+                out = self._evaluate(layer, plans.communication, face_targets, tables, self.latent_layout)
+                latents = self._compress(out)
+            tables = self._tables(
+                self.n_communication_hyperlayers, plans, boundaries, latents, lengths, conditions, product_dtype
+            )
+            parts = []
+            for chunk in plans.prediction:
+                own = points[chunk.first : chunk.last].index_select(0, chunk.order)
+                targets = _point_targets(chunk.plan, own)
+                out = self._evaluate(
+                    self.n_communication_hyperlayers,
+                    chunk.plan,
+                    [targets] * len(boundaries),
+                    tables,
+                    self.output_layout,
+                )
+                parts.append(torch.zeros_like(out).index_copy(0, chunk.order, out))
+            packed = torch.cat(parts) if parts else points.new_zeros(0, self.output_layout.n_columns)
+            return self._calibrate(packed)
+
+    def _boundaries(
+        self, boundary_meshes: Mapping[str, BoundaryMesh], plans: Plans, dtype: torch.dtype
+    ) -> list[_Boundary]:
+        forest, out = plans.forest, []
+        use_nodes = plans.communication.uses_source_nodes or any(c.plan.uses_source_nodes for c in plans.prediction)
+        for tree, kind in enumerate(plans.kinds):
+            mesh = boundary_meshes[kind].to(dtype=dtype)
+            first, last = forest.point_offsets[tree : tree + 2]
+            first_node, last_node = forest.node_offsets[tree : tree + 2]
+            order = forest.order[first:last] - first
+            layout = self.source_layouts[kind]
+            normals, areas = mesh.normals_and_areas()
+            fields = {"normals": normals.index_select(0, order)}
+            for name, value in flatten_data(mesh.cell_data).items():
+                shaped = value.reshape(mesh.n_faces, *layout.shape(name)).to(dtype)
+                fields[f"physical.{name}"] = shaped.index_select(0, order)
+            positions = mesh.positions.index_select(0, order)
+            areas = areas.index_select(0, order) / self.reference_area.to(dtype)
+            start, end = (t[first_node:last_node] - first for t in (forest.start, forest.end))
+            out.append(
+                _Boundary(
+                    kind=kind,
+                    first_point=first,
+                    n_points=last - first,
+                    first_node=first_node,
+                    n_nodes=last_node - first_node if use_nodes else 0,
+                    positions=positions,
+                    areas=areas,
+                    fields=fields,
+                    start=start,
+                    end=end,
+                    node_positions=range_means(positions, areas, start, end) if use_nodes else positions[:0],
+                )
+            )
+        return out
+
+    def _tables(
+        self,
+        layer: int,
+        plans: Plans,
+        boundaries: list[_Boundary],
+        latents: Tensor | None,
+        lengths: dict[str, Tensor],
+        conditions: dict[str, Tensor],
+        product_dtype: torch.dtype,
+    ) -> list[SourceTable]:
+        """The sources of every type as a layer sees them: points, and nodes with averaged data."""
+        tables = []
+        for boundary in boundaries:
+            n, n_dims = boundary.n_points, self.n_spatial_dims
+            layout = self._layer_sources[layer][boundary.kind]
+            fields = dict(boundary.fields)
+            strengths = {name: torch.ones_like(boundary.areas) for name in self.reference_length_names}
+            if latents is not None:
+                own = latents[boundary.first_point : boundary.first_point + n]
+                named = dict(zip(self.latent_layout.scalars, own.unbind(1), strict=False))
+                vectors = own[:, len(self.latent_layout.scalars) :].reshape(n, -1, n_dims)
+                named |= dict(zip(self.latent_layout.vectors, vectors.unbind(1), strict=True))
+                strengths = {name: named.pop(f"strengths.{name}") for name in self.reference_length_names}
+                fields |= named
+            columns = [fields[name].unsqueeze(1) for name in layout.scalars]
+            columns += [fields[name] for name in layout.vectors]
+            data = torch.cat(columns, dim=1)
+            weights = torch.stack([strengths[name] * boundary.areas for name in self.reference_length_names], dim=1)
+            positions = boundary.positions
+            if boundary.n_nodes:
+                data = torch.cat([data, range_means(data, boundary.areas, boundary.start, boundary.end)])
+                of_nodes = range_sums(weights, boundary.start, boundary.end).to(weights.dtype)
+                weights = torch.cat([weights, of_nodes])
+                positions = torch.cat([positions, boundary.node_positions])
+            n_rows = positions.shape[0]
+            scalars = data[:, : len(layout.scalars)]
+            parts = [conditions[name].expand(n_rows, 1, n_dims) for name in self.global_layout.vectors]
+            parts.append(data[:, len(layout.scalars) :].reshape(n_rows, -1, n_dims))
+            smoothing = self.smoothing_radius.to(data.dtype)
+            magnitudes, directions = magnitude_and_direction(torch.cat(parts, dim=1), smoothing)
+            vectors = SourceVectors.of(magnitudes, directions)
+            kernel: MultiscaleKernel = self.kernel_layers[layer][module_key(boundary.kind)]  # type: ignore[index]
+            branches = kernel.branches(
+                kernel.global_scalars(conditions, lengths, data.dtype),
+                scalars,
+                vectors,
+                dict(zip(self.reference_length_names, weights.unbind(1), strict=True)),
+                lengths,
+                product_dtype,
+            )
+            tables.append(SourceTable(positions, vectors.packed(), magnitudes.shape[1], branches))
+        return tables
+
+    def _evaluate(
+        self,
+        layer: int,
+        plan: InteractionPlan,
+        target_positions: list[Tensor],
+        tables: list[SourceTable],
+        layout: FieldLayout,
+    ) -> Tensor:
+        """A hyperlayer's outputs at the target points, packed [scalars | vectors]."""
+        checkpointing = self.use_gradient_checkpointing and torch.is_grad_enabled()
+        smoothing = self.smoothing_radius.to(self.geometry_dtype)
+        out = evaluate_plan(plan, target_positions, tables, layout.n_columns, smoothing, checkpointing)
+        if not torch.is_grad_enabled():
+            return out
+        # Kernels of types that this sample lacks get a gradient of zero, so that DDP needs no search for them.
+        present = {table.branches[0].kernel for table in tables}
+        for kernel in self.kernel_layers[layer].values():
+            if not present & set(kernel.kernels.values()):
+                out = out + sum(parameter.sum() * 0 for parameter in kernel.parameters()).to(out.dtype)
+        return out
+
+    def _compress(self, packed: Float[Tensor, "n columns"]) -> Float[Tensor, "n columns"]:
+        """C asinh(t/C) for scalars, t C asinh(m/C)/m for vectors."""
+        scale = self.latent_compression_scale
+        if scale is None:
+            return packed
+        n_scalars = len(self.latent_layout.scalars)
+        scalars, vectors = packed[:, :n_scalars], packed[:, n_scalars:]
+        scalars = scale * torch.asinh(scalars / scale)
+        vectors = vectors.reshape(vectors.shape[0], -1, self.n_spatial_dims)
+        magnitude, direction = magnitude_and_direction(vectors, self.smoothing_radius.to(packed.dtype))
+        vectors = direction * (scale * torch.asinh(magnitude / scale)).unsqueeze(-1)
+        return torch.cat([scalars, vectors.flatten(1)], dim=1)
+
+    def _calibrate(self, packed: Float[Tensor, "n columns"]) -> TensorDict:
+        layout = self.output_layout
+        out = TensorDict({}, batch_size=[packed.shape[0]], device=packed.device)
+        scalar, vector = 0, len(layout.scalars)
+        for (name, rank), transform in zip(layout.ranks.items(), self.final_field_transforms, strict=True):
+            if rank == 0:
+                out[layout.paths[name]] = transform(packed[:, scalar : scalar + 1]).squeeze(1)
+                scalar += 1
+            else:
+                out[layout.paths[name]] = transform(packed[:, vector : vector + layout.n_dims])
+                vector += layout.n_dims
+        return out
+
+
+def _require(condition: bool, argument: str, found: Any, expected: str) -> None:
+    if not condition:
+        raise ValueError(f"{argument}: expected {expected}, found {found}")
+
+
+def _with_groups(plan: InteractionPlan, points: Tensor, nodes: Tensor) -> Tensor:
+    """A target table [points | nodes | groups]; a group stands at its leaf's mean point."""
+    parts = [points]
+    if plan.uses_target_nodes:
+        parts.append(nodes)
+    if plan.n_groups:
+        parts.append(nodes.index_select(0, plan.group_nodes))
+    return torch.cat(parts) if len(parts) > 1 else points
+
+
+def _means(plan: InteractionPlan, points: Tensor) -> Tensor:
+    """Unweighted mean point of every target node, if any pair needs one."""
+    if not (plan.uses_target_nodes or plan.n_groups):
+        return points[:0]
+    return range_means(points, torch.ones_like(points[:, 0]), plan.node_start, plan.node_end)
+
+
+def _point_targets(plan: InteractionPlan, points: Float[Tensor, "n dims"]) -> Tensor:
+    return _with_groups(plan, points, _means(plan, points))
+
+
+def _face_targets(plans: Plans, boundaries: list[_Boundary], source: _Boundary) -> Tensor:
+    """The faces of all types as targets of one: nodes of its own type stand at their weighted centroids."""
+    points = torch.cat([boundary.positions for boundary in boundaries])
+    nodes = _means(plans.communication, points)
+    if nodes.shape[0]:
+        first, last = source.first_node, source.first_node + source.n_nodes
+        nodes = torch.cat([nodes[:first], source.node_positions, nodes[last:]])
+    return _with_groups(plans.communication, points, nodes)

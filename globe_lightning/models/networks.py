@@ -1,0 +1,155 @@
+"""The small networks of a kernel: a multilayer perceptron with a rational (Pade) or bounded (tanh) output.
+
+A network is evaluated in two parts: the first linear layer's share of whatever depends on the source alone is
+computed once a source, the rest once a pair (see ``kernel``). The parameters are therefore handed out as plain
+tensors in the precision of the products, cast once a layer and not once a chunk of pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Perceptron(nn.Module):
+    """Linear-SiLU-…-Linear; ``layers`` holds linear layers at even and activations at odd places."""
+
+    def __init__(self, n_inputs: int, hidden_layer_sizes: Sequence[int], n_outputs: int) -> None:
+        super().__init__()
+        sizes = [n_inputs, *hidden_layer_sizes, n_outputs]
+        layers: list[nn.Module] = []
+        for wide, narrow in zip(sizes, sizes[1:], strict=False):
+            layers += [nn.Linear(wide, narrow), nn.SiLU()]
+        self.layers = nn.ModuleList(layers[:-1])
+
+    def linears(self) -> list[nn.Linear]:
+        """The linear layers in order."""
+        return [layer for layer in self.layers if isinstance(layer, nn.Linear)]
+
+    def forward(self, x: Float[Tensor, "n inputs"]) -> Float[Tensor, "n outputs"]:
+        """Evaluate the whole perceptron."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def rational(
+    p: Float[Tensor, "..."], q: Float[Tensor, "..."], self_regularization_beta: float | None
+) -> Float[Tensor, "..."]:
+    """``sign(p) p^2 / (1 + q^2 + beta p^2)``: bounded by 1/beta, 0 for beta None."""
+    denominator = 1 + q.square()
+    if self_regularization_beta:
+        denominator = denominator + self_regularization_beta * p.square()
+    return p * p.abs() / denominator
+
+
+@dataclass
+class Weights:
+    """Weights and biases of a network, in order and in the precision of the products."""
+
+    matrices: list[Tensor]
+    biases: list[Tensor]
+
+
+class KernelNetwork(nn.Module):
+    """Network of one kernel branch with ``n_outputs`` outputs F; subclasses say what follows the perceptron."""
+
+    n_outputs: int
+
+    def perceptron(self) -> Perceptron:
+        """The perceptron that holds all parameters."""
+        raise NotImplementedError
+
+    def activate(self, raw: Float[Tensor, "n raw"]) -> Float[Tensor, "n outputs"]:
+        """From the perceptron's outputs to the F outputs of the network."""
+        raise NotImplementedError
+
+    def order_outputs(self, order: Tensor) -> Tensor:
+        """Rows of the last linear layer that yield the outputs in a given order."""
+        raise NotImplementedError
+
+    def forward(self, x: Float[Tensor, "n inputs"]) -> Float[Tensor, "n outputs"]:
+        """Evaluate the whole network on complete input columns."""
+        return self.activate(self.perceptron()(x))
+
+
+class PadeNetwork(KernelNetwork):
+    """One perceptron with 2F outputs: numerators p, then denominators q."""
+
+    def __init__(
+        self,
+        n_inputs: int,
+        hidden_layer_sizes: Sequence[int],
+        n_outputs: int,
+        self_regularization_beta: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.n_outputs = n_outputs
+        self.self_regularization_beta = self_regularization_beta
+        self.combined_mlp = Perceptron(n_inputs, hidden_layer_sizes, 2 * n_outputs)
+
+    def perceptron(self) -> Perceptron:
+        """The perceptron that holds all parameters."""
+        return self.combined_mlp
+
+    def activate(self, raw: Float[Tensor, "n raw"]) -> Float[Tensor, "n outputs"]:
+        """The rational function of numerators and denominators."""
+        p, q = raw.chunk(2, dim=-1)
+        return rational(p, q, self.self_regularization_beta)
+
+    def order_outputs(self, order: Tensor) -> Tensor:
+        """Rows of the last linear layer: numerators, then denominators, each in the given order."""
+        return torch.cat([order, order + self.n_outputs])
+
+
+class TanhNetwork(KernelNetwork):
+    """A perceptron with F outputs, then tanh."""
+
+    def __init__(self, n_inputs: int, hidden_layer_sizes: Sequence[int], n_outputs: int) -> None:
+        super().__init__()
+        self.n_outputs = n_outputs
+        self.add_module("0", Perceptron(n_inputs, hidden_layer_sizes, n_outputs))
+
+    def perceptron(self) -> Perceptron:
+        """The perceptron that holds all parameters."""
+        return self.get_submodule("0")  # type: ignore[return-value]
+
+    def activate(self, raw: Float[Tensor, "n raw"]) -> Float[Tensor, "n outputs"]:
+        """Hyperbolic tangent."""
+        return torch.tanh(raw)
+
+    def order_outputs(self, order: Tensor) -> Tensor:
+        """Rows of the last linear layer in the given order."""
+        return order
+
+
+def make_network(
+    network_type: str,
+    n_inputs: int,
+    hidden_layer_sizes: Sequence[int],
+    n_outputs: int,
+    self_regularization_beta: float | None,
+) -> KernelNetwork:
+    """Build the network named ``network_type``: "pade" or "mlp".
+
+    Raises:
+        ValueError: another name.
+    """
+    if network_type == "pade":
+        return PadeNetwork(n_inputs, hidden_layer_sizes, n_outputs, self_regularization_beta)
+    if network_type == "mlp":
+        return TanhNetwork(n_inputs, hidden_layer_sizes, n_outputs)
+    raise ValueError(f'network_type: expected "pade" or "mlp", found {network_type!r}')
+
+
+def hidden_layers(first: Float[Tensor, "n hidden"], weights: Weights) -> Float[Tensor, "n raw"]:
+    """Run a perceptron from the pre-activation of its first hidden layer onwards."""
+    x = first
+    for matrix, bias in zip(weights.matrices[1:], weights.biases[1:], strict=True):
+        x = F.linear(F.silu(x), matrix, bias)
+    return x

@@ -368,7 +368,8 @@ def segment_orientation(
 
 def vertex_normals(n: int, segments: np.ndarray, areas: np.ndarray) -> np.ndarray:
     """Unit normals at the points, means of the unit normals of the segments that meet there; (n, 2), 0 elsewhere."""
-    units = areas / np.linalg.norm(areas, axis=1, keepdims=True)
+    lengths = np.linalg.norm(areas, axis=1, keepdims=True)
+    units = areas / np.where(lengths > 0, lengths, 1.0)
     total = np.zeros((n, 2))
     np.add.at(total, segments[:, 0], units)
     np.add.at(total, segments[:, 1], units)

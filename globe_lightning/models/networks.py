@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
@@ -23,7 +24,7 @@ class Perceptron(nn.Module):
         super().__init__()
         sizes = [n_inputs, *hidden_layer_sizes, n_outputs]
         layers: list[nn.Module] = []
-        for wide, narrow in zip(sizes, sizes[1:], strict=False):
+        for wide, narrow in pairwise(sizes):
             layers += [nn.Linear(wide, narrow), nn.SiLU()]
         self.layers = nn.ModuleList(layers[:-1])
 

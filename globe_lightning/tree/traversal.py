@@ -1,4 +1,4 @@
-"""The dual traversal: pairs of nodes of a target and a source forest, far ones and pairs of leaves (Gray & Moore 2001)."""
+"""The dual traversal: far pairs and leaf pairs of the nodes of a target and a source forest (Gray & Moore 2001)."""
 
 from __future__ import annotations
 

@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-for _variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-    # Segments that grow keep memory from fragmenting under cases of ever-changing size. The older name is read by
-    # every torch; the newer one only matters if the user has set it.
-    if os.environ.get(_variable):
-        break
-else:
+if not any(os.environ.get(name) for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")):
+    # Segments that grow keep memory from fragmenting under cases of ever-changing size. Every torch reads the older
+    # of the two names; a setting of the user's under either is left alone.
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 import lightning.pytorch as pl
@@ -143,9 +140,6 @@ class GlobeCLI(LightningCLI):
                 _say(f"resuming from {path}")
                 return path
             _say(f"starting fresh in {folder.path}" + (f": no {asked} checkpoint there" if asked else ""))
-            aside = _rank_zero_set_aside(folder)
-            if aside is not None:
-                _say(f"moved an earlier run's results to {aside}")
             return None
         if asked == UNTRAINED:
             _say("using the untrained network")
@@ -196,9 +190,19 @@ class RunConfig(SaveConfigCallback):
     def __init__(self, parser: LightningArgumentParser, config: Any) -> None:
         super().__init__(parser, config, save_to_log_dir=False)
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Move an earlier training's results aside when a new one starts in its folder, then save."""
+        if stage == "fit" and trainer.ckpt_path is None and trainer.is_global_zero and not self.already_saved:
+            root = Path(trainer.default_root_dir)
+            aside = RunFolder(str(root.parent), root.name).set_aside()
+            if aside is not None:
+                _say(f"moved an earlier run's results to {aside}")
+        super().setup(trainer, pl_module, stage)
+
     def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Write the file whole."""
-        name = "config.yaml" if stage == "fit" else f"config_{stage}.yaml"
+        subcommand = trainer.state.fn.value if trainer.state.fn else "fit"
+        name = "config.yaml" if subcommand == "fit" else f"config_{subcommand}.yaml"
         text = self.parser.dump(self.config, skip_none=False)
         with written_whole(Path(trainer.default_root_dir) / name) as path:
             path.write_text(text, encoding="utf-8")
@@ -280,8 +284,3 @@ def _find_config(value: str) -> str:
 @rank_zero_only
 def _say(text: str) -> None:
     print(text, flush=True)
-
-
-@rank_zero_only
-def _rank_zero_set_aside(folder: RunFolder) -> Path | None:
-    return folder.set_aside()

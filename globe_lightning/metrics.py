@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.functional import spearman_corrcoef
 
 
 class CaseRows(Metric):
@@ -175,8 +174,16 @@ class ForceErrors(CaseRows):
                 results[f"forces/{name}/mae"] = error.mean()
                 results[f"forces/{name}/relative_error"] = (error / true.abs())[true != 0].mean()
             if len(true) > 1 and predicted.unique().numel() > 1 and true.unique().numel() > 1:
-                results[f"forces/{name}/spearman"] = spearman_corrcoef(predicted, true)
+                results[f"forces/{name}/spearman"] = torch.corrcoef(torch.stack([_ranks(predicted), _ranks(true)]))[
+                    0, 1
+                ]
         return {key: value for key, value in results.items() if bool(torch.isfinite(value))}
+
+
+def _ranks(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """The rank of every value, equal values sharing the mean of theirs."""
+    below, equal = (values > values.unsqueeze(1)), (values == values.unsqueeze(1))
+    return below.sum(dim=0).double() + equal.sum(dim=0).double() / 2
 
 
 class RunningMean(Metric):
@@ -224,6 +231,16 @@ class TargetVariances(Metric):
             dist_reduce_fx="sum",
             persistent=True,
         )
+
+    @property
+    def known(self) -> bool:
+        """Whether any point has been seen, in this process or in the training that a checkpoint comes from."""
+        return bool(self.sums.any())
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._computed = None
+        self._update_count = max(self._update_count, 1)
 
     def update(self, truth: Mapping[str, Tensor]) -> None:
         """Add the targets of one case; NaN is left out."""

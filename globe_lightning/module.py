@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -193,9 +194,7 @@ class GlobeLightningModule(pl.LightningModule):
             if h["schedule"] == "cosine":
                 steps = self.trainer.estimated_stepping_batches
                 if steps == float("inf"):
-                    raise ValueError(
-                        "schedule: the cosine needs an end of training; set trainer.max_epochs or max_steps"
-                    )
+                    raise ValueError("schedule: cosine needs an end of training; set trainer.max_epochs or max_steps")
                 total = int(steps)
             schedule = {
                 "scheduler": StepSchedule(optimizer, h["warmup_steps"], total, h["min_lr_factor"]),
@@ -300,6 +299,10 @@ class GlobeLightningModule(pl.LightningModule):
         """Add a case to the test metrics."""
         self._evaluate(sample, "test")
 
+    def on_predict_start(self) -> None:
+        """Silence Lightning's remark on steps that return nothing: that is the intention."""
+        warnings.filterwarnings("ignore", message="predict returned None")
+
     def predict_step(self, sample: Sample, batch_idx: int = 0) -> None:
         """Predict a case and leave it in ``latest_prediction`` for the callbacks; nothing is collected."""
         self.latest_prediction = flatten_data(self(sample))
@@ -332,7 +335,7 @@ class GlobeLightningModule(pl.LightningModule):
     def _log_metrics(self, stage: str) -> None:
         self.latest_prediction = None
         metrics: Any = self.stage_metrics[f"{stage}_metrics"]
-        metrics["fields"].train_variances = self._train_variances()
+        metrics["fields"].train_variances = self.target_variances.compute() if self.target_variances.known else {}
         # Metrics gather their rows from all processes, so every process logs the same values.
         values = {name: value for metric in metrics.values() for name, value in metric.compute().items()}
         for metric in metrics.values():
@@ -342,12 +345,6 @@ class GlobeLightningModule(pl.LightningModule):
             values[name] = torch.full_like(values[name], torch.inf)
         for name, value in values.items():
             self.log(f"{stage}/{name}", value, prog_bar=name == "loss", batch_size=1)
-
-    def _train_variances(self) -> dict[str, float]:
-        if not self.target_variances.update_called and not bool(self.target_variances.sums.any()):
-            return {}
-        self.target_variances._computed = None  # restored sums do not tell the metric that it changed
-        return self.target_variances.compute()
 
     # Checkpoints
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,18 +48,17 @@ class RunFolder:
         return max(found, key=lambda path: path.stat().st_mtime) if found else None
 
     def set_aside(self) -> Path | None:
-        """Move the results of an earlier training into ``earlier/<n>/``; returns that folder, None if there were none."""
-        results = [self.path / name for name in ("checkpoints", "metrics.csv", "config.yaml", "pictures")]
-        results = [path for path in results if path.exists()]
-        if not any(path.name in ("checkpoints", "metrics.csv") for path in results):
+        """Move an earlier training's results into ``earlier/<n>/``; returns that folder, None if there were none."""
+        if not any(path.exists() for path in (self.checkpoints, self.path / "metrics.csv")):
             return None
         earlier = self.path / "earlier"
         earlier.mkdir(parents=True, exist_ok=True)
         numbers = [int(path.name) for path in earlier.iterdir() if path.name.isdigit()]
         target = earlier / str(max(numbers, default=0) + 1)
         target.mkdir()
-        for path in results:
-            os.replace(path, target / path.name)
+        for path in sorted(self.path.iterdir()):
+            if path != earlier:
+                os.replace(path, target / path.name)
         return target
 
 
@@ -105,17 +105,17 @@ class _AppendingWriter(ExperimentWriter):
     def __init__(self, log_dir: str, file_name: str) -> None:
         self.NAME_METRICS_FILE = file_name
         super().__init__(log_dir)
-        path = Path(self.metrics_file_path)
-        if path.is_file() and (header := path.read_text(encoding="utf-8").partition("\n")[0]):
-            import csv
-
-            self.metrics_keys = next(csv.reader([header]))
 
     def _check_log_dir_exists(self) -> None:
         """Keep what is there."""
 
     def log_hparams(self, params: dict) -> None:
-        """Written into ``config.yaml`` instead."""
+        """Nothing: ``config.yaml`` says it all."""
 
     def save(self) -> None:
+        """Append the rows, under the columns that the file has already."""
+        path = Path(self.metrics_file_path)
+        if not self.metrics_keys and path.is_file():
+            with open(path, newline="", encoding="utf-8") as file:
+                self.metrics_keys = next(csv.reader(file), [])
         super().save()

@@ -121,6 +121,23 @@ class _Triangles:
         self.triangulation = triangulation
         self.rows = rows
 
+    def quantiles(
+        self, values: np.ndarray, levels: list[float], window: tuple[float, float, float, float]
+    ) -> np.ndarray:
+        """Quantiles over the visible area of values at the points; over the points alone, the wall's would rule."""
+        t = self.triangulation
+        corners = t.get_masked_triangles()
+        x, y, means = t.x[corners], t.y[corners], values[corners].mean(axis=1)
+        areas = np.abs((x[:, 1] - x[:, 0]) * (y[:, 2] - y[:, 0]) - (x[:, 2] - x[:, 0]) * (y[:, 1] - y[:, 0]))
+        cx, cy = x.mean(axis=1), y.mean(axis=1)
+        visible = (cx > window[0]) & (cx < window[1]) & (cy > window[2]) & (cy < window[3])
+        use = np.isfinite(means) & (areas > 0) & (visible if visible.any() else True)
+        if not use.any():
+            return np.zeros(len(levels))
+        order = np.argsort(means[use])
+        cumulative = np.cumsum(areas[use][order])
+        return np.interp(np.array(levels) * cumulative[-1], cumulative, means[use][order])
+
 
 def _triangulate(points: np.ndarray, outline: np.ndarray, window: tuple[float, float, float, float]) -> _Triangles:
     from matplotlib.tri import Triangulation
@@ -172,10 +189,10 @@ def _draw_field(
     true, pred = (_size(values[mesh.rows]) for values in (truth, predicted))
     label = f"|{name}|" if vector else name
     known = np.isfinite(true)
-    low, high = np.percentile(true[known], [0.3, 99.7])
+    low, high = mesh.quantiles(true, [0.001, 0.999], window)
     if not high > low:
         low, high = low - 0.5, high + 0.5
-    size = np.percentile(np.abs(_size(error)[known]), 99.5) or 1e-12
+    size = float(mesh.quantiles(np.abs(_size(error)), [0.998], window)[0]) or 1e-12
     error_range = (0.0, size) if vector else (-size, size)
     panels = (
         (f"{label}, truth", true, (low, high), "turbo"),
@@ -193,7 +210,7 @@ def _draw_field(
         axis.set(xlim=window[:2], ylim=window[2:], aspect="equal")
         axis.set_title(heading, fontsize=11)
         axis.tick_params(labelsize=8)
-        figure.colorbar(image, ax=axis, shrink=0.92, pad=0.01, extend="both").ax.tick_params(labelsize=8)
+        figure.colorbar(image, ax=axis, shrink=0.8, aspect=18, pad=0.01, extend="both").ax.tick_params(labelsize=8)
 
 
 def _loops(outline: np.ndarray) -> list[np.ndarray]:

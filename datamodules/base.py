@@ -1,178 +1,39 @@
-"""What every mesh data module shares: splits, cached cases, reproducible draws, loaders.
+"""What every mesh data module shares: splits, the cache's place and filling, loaders, workers, seeds.
 
-A dataset brings a :class:`MeshSource`: which files a case has, how fields are derived from them (expensive, cached)
-and how one sample is drawn from the derived arrays (cheap, at every step). :class:`MeshDataModule` does the rest.
+A dataset brings a :class:`~datamodules.dataset.MeshSource`: which files a case has, how fields are derived from them
+(expensive, cached) and how one sample is drawn from the derived arrays (cheap, at every step).
+:class:`MeshDataModule` does the rest.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, RandomSampler
 
-from datamodules.cache import CaseCache, file_fingerprint, user_cache_dir
-from globe_lightning.sample import Sample, SampleSchema
+from datamodules.cache import CaseCache, user_cache_dir
+from datamodules.dataset import MeshDataset, MeshSource, Preparation, stable_seed
+from globe_lightning.sample import SampleSchema
 
 SPLITS = ("train", "val", "test", "predict")
 MAX_WORKERS = 4
 
 
-def stable_seed(*keys: Any) -> int:
-    """A 63-bit seed that depends on the keys' text alone: the same in every process, on every machine."""
-    text = json.dumps([str(key) for key in keys])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-
-
-class Draws:
-    """Random numbers of one sample: they depend on (seed, split, epoch, case) and a purpose alone.
-
-    Attributes:
-        split: "train", "val", "test" or "predict".
-    """
-
-    def __init__(self, seed: int, split: str, epoch: int, case: str) -> None:
-        self.split = split
-        # Outside training there is one draw for good, the same in validation, test and prediction.
-        self._keys = (seed, "train", epoch, case) if split == "train" else (seed, "fixed", 0, case)
-
-    def numpy(self, purpose: str) -> np.random.Generator:
-        """A fresh NumPy generator for one purpose."""
-        return np.random.Generator(np.random.PCG64(stable_seed(*self._keys, purpose)))
-
-    def torch(self, purpose: str) -> torch.Generator:
-        """A fresh torch generator (CPU) for one purpose."""
-        return torch.Generator().manual_seed(stable_seed(*self._keys, purpose))
-
-    def subset(self, purpose: str, n: int, k: int) -> np.ndarray:
-        """k of n rows without repetition, in ascending order; all of them if k >= n."""
-        if k >= n:
-            return np.arange(n)
-        return np.sort(self.numpy(purpose).choice(n, size=k, replace=False, shuffle=False))
-
-
-class MeshSource(ABC):
-    """How one dataset's cases become samples. Plain values only: it travels to worker processes."""
-
-    #: Short name of the dataset, the cache's folder.
-    name: str = "mesh"
-    #: Raise it whenever :meth:`derive` computes something else, so that old cache entries turn stale.
-    derivation_version: int = 1
-
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = Path(root)
-
-    @abstractmethod
-    def files(self, case: str) -> list[Path]:
-        """The files a case is made of."""
-
-    @abstractmethod
-    def derive(self, case: str) -> dict[str, np.ndarray]:
-        """Read the files and derive the arrays that are cached."""
-
-    @abstractmethod
-    def sample(self, case: str, index: int, arrays: Mapping[str, np.ndarray], draws: Draws) -> Sample:
-        """Draw one sample from the derived arrays."""
-
-    def parameters(self) -> dict[str, Any]:
-        """Plain values that change what :meth:`derive` returns."""
-        return {}
-
-    def key(self, case: str) -> dict[str, Any]:
-        """Everything that changes the content of a case's cache entry."""
-        return {
-            "dataset": self.name,
-            "version": self.derivation_version,
-            "parameters": self.parameters(),
-            "files": [file_fingerprint(path) for path in self.files(case)],
-        }
-
-
-class MeshDataset(Dataset[Sample]):
-    """The cases of one split, map-style: item i is the sample of case i in the current epoch.
-
-    The epoch lives in shared memory: worker processes that outlive an epoch see it change.
-
-    Args:
-        source: the dataset's reader.
-        cache: where derived arrays are kept.
-        cases: names, in the split's order.
-        split: "train", "val", "test" or "predict".
-        seed: seed of the draws.
-    """
-
-    def __init__(self, source: MeshSource, cache: CaseCache, cases: Sequence[str], split: str, seed: int) -> None:
-        self.source = source
-        self.cache = cache
-        self.cases = list(cases)
-        self.split = split
-        self.seed = seed
-        self.trainer: Any = None
-        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
-
-    def __len__(self) -> int:
-        return len(self.cases)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "trainer": None}
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that training draws belong to."""
-        return int(self._epoch[0])
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; takes effect in running workers too. Call it before iterating over a loader."""
-        self._epoch[0] = epoch
-
-    def follow_trainer(self) -> None:
-        """Take over the epoch of the trainer, if there is one; it is right after a resume too."""
-        if self.trainer is not None:
-            self.set_epoch(self.trainer.current_epoch)
-
-    def arrays(self, case: str) -> dict[str, np.ndarray]:
-        """The derived arrays of a case, memory-mapped. Nothing stays open when the caller drops them."""
-        return self.cache.load(case, self.source.key(case), lambda: self.source.derive(case))
-
-    def __getitem__(self, index: int) -> Sample:
-        case = self.cases[index]
-        draws = Draws(self.seed, self.split, self.epoch, case)
-        return self.source.sample(case, index, self.arrays(case), draws)
-
-
 class EpochDataLoader(DataLoader):
     """A loader that tells its dataset the trainer's epoch before each pass, ahead of any worker's first fetch."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         if isinstance(self.dataset, MeshDataset):
             self.dataset.follow_trainer()
-            if self.generator is not None:
-                # The order of an epoch is the same in a resumed run.
-                self.generator.manual_seed(stable_seed(self.dataset.seed, "order", self.dataset.epoch))
+            if isinstance(self.sampler, RandomSampler) and self.sampler.generator is not None:
+                # The order of an epoch is the same in a resumed run and for any number of workers.
+                self.sampler.generator.manual_seed(stable_seed(self.dataset.seed, "order", self.dataset.epoch))
         return super().__iter__()
-
-
-class _Preparation(Dataset):
-    """Item i fills the cache for case i: lets a loader's workers share the work."""
-
-    def __init__(self, source: MeshSource, cache: CaseCache, cases: Sequence[str], verify: bool) -> None:
-        self.source, self.cache, self.cases, self.verify = source, cache, list(cases), verify
-
-    def __len__(self) -> int:
-        return len(self.cases)
-
-    def __getitem__(self, index: int) -> str:
-        case = self.cases[index]
-        self.cache.load(case, self.source.key(case), lambda: self.source.derive(case), verify=self.verify)
-        return case
 
 
 class MeshDataModule(LightningDataModule, ABC):
@@ -302,7 +163,7 @@ class MeshDataModule(LightningDataModule, ABC):
         if missing:
             workers = self._n_workers()
             loader = DataLoader(
-                _Preparation(source, cache, missing, verify),
+                Preparation(source, cache, missing, verify),
                 batch_size=None,
                 num_workers=workers if len(missing) > 4 * workers else 0,
             )
@@ -350,16 +211,15 @@ class MeshDataModule(LightningDataModule, ABC):
             raise RuntimeError(f"the {split} dataset is not built yet; call setup() first")
         dataset = self.datasets[split]
         dataset.trainer = self.trainer
-        train = split == "train"
         workers = min(self._n_workers(), len(dataset))
         return EpochDataLoader(
             dataset,
             batch_size=None,
-            shuffle=train,
+            # A generator of the sampler's own: the loader's also serves the seeds of its workers.
+            sampler=RandomSampler(dataset, generator=torch.Generator()) if split == "train" else None,
             num_workers=workers,
             pin_memory=torch.cuda.is_available() if self.pin_memory is None else self.pin_memory,
             persistent_workers=self.persistent_workers and workers > 0 and split in ("train", "val"),
-            generator=torch.Generator() if train else None,
         )
 
     def train_dataloader(self) -> DataLoader:

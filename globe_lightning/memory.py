@@ -11,7 +11,7 @@ import psutil
 import torch
 
 # On a CPU a chunk that stays near the cache is fastest; on a GPU large launches are.
-CPU_CHUNK_BYTES = 64 << 20
+CPU_CHUNK_BYTES = 32 << 20
 GPU_CHUNK_BYTES = 2 << 30
 # One chunk never takes more than this share of the device's memory, however small the device.
 MAX_SHARE = 1 / 16

@@ -446,12 +446,10 @@ class GLOBE(nn.Module):
                 weights = torch.cat([weights, of_nodes])
                 positions = torch.cat([positions, boundary.node_positions])
             n_rows = positions.shape[0]
-            scalars = data[:, : len(layout.scalars)]
+            scalars = data[:, : len(layout.scalars)].t().contiguous()
             parts = [conditions[name].expand(n_rows, 1, n_dims) for name in self.global_layout.vectors]
             parts.append(data[:, len(layout.scalars) :].reshape(n_rows, -1, n_dims))
-            smoothing = self.smoothing_radius.to(data.dtype)
-            magnitudes, directions = magnitude_and_direction(torch.cat(parts, dim=1), smoothing)
-            vectors = SourceVectors.of(magnitudes, directions)
+            vectors = SourceVectors.of(torch.cat(parts, dim=1), self.smoothing_radius.to(data.dtype))
             kernel: MultiscaleKernel = self.kernel_layers[layer][module_key(boundary.kind)]  # type: ignore[index]
             branches = kernel.branches(
                 kernel.global_scalars(conditions, lengths, data.dtype),
@@ -461,7 +459,9 @@ class GLOBE(nn.Module):
                 lengths,
                 product_dtype,
             )
-            tables.append(SourceTable(positions, vectors.packed(), magnitudes.shape[1], branches))
+            tables.append(
+                SourceTable(positions.t().contiguous(), vectors.packed(), vectors.magnitudes.shape[0], branches)
+            )
         return tables
 
     def _evaluate(
@@ -518,13 +518,13 @@ def _require(condition: bool, argument: str, found: Any, expected: str) -> None:
 
 
 def _with_groups(plan: InteractionPlan, points: Tensor, nodes: Tensor) -> Tensor:
-    """A target table [points | nodes | groups]; a group stands at its leaf's mean point."""
+    """A target table (D, [points | nodes | groups]); a group stands at its leaf's mean point."""
     parts = [points]
     if plan.uses_target_nodes:
         parts.append(nodes)
     if plan.n_groups:
         parts.append(nodes.index_select(0, plan.group_nodes))
-    return torch.cat(parts) if len(parts) > 1 else points
+    return torch.cat(parts).t().contiguous()
 
 
 def _means(plan: InteractionPlan, points: Tensor) -> Tensor:

@@ -18,38 +18,44 @@ from globe_lightning.tree.prefix_sums import push_down
 
 @dataclass
 class SourceTable:
-    """The sources of one boundary type as rows of packed tables: points, then (if the plan uses them) nodes.
+    """The sources of one boundary type as columns of packed tables: points, then (if the plan uses them) nodes.
 
     Attributes:
-        positions: (rows, D) [m].
-        vectors: packed source vectors, see :meth:`SourceVectors.packed`.
+        positions: (D, rows) [m].
+        vectors: packed source vectors (features, rows), see :meth:`SourceVectors.packed`.
         n_vectors: K.
         branches: one a reference length.
     """
 
-    positions: Float[Tensor, "rows dims"]
-    vectors: Float[Tensor, "rows columns"]
+    positions: Float[Tensor, "dims rows"]
+    vectors: Float[Tensor, "features rows"]
     n_vectors: int
     branches: list[Branch]
 
 
 def evaluate_block(
     block: IndexedBlock | DenseBlock,
-    target_positions: Float[Tensor, "targets dims"],
+    target_positions: Float[Tensor, "dims targets"],
     table: SourceTable,
     smoothing_radius: Float[Tensor, ""],
-) -> Float[Tensor, "pairs columns"]:
+) -> Float[Tensor, "columns *pairs"]:
     """Contributions of a block of pairs, summed over the branches; gathers and displacements are shared."""
     displacement = block.gather_targets(target_positions) - block.gather_sources(table.positions)
-    vectors = SourceVectors.unpacked(block.gather_sources(table.vectors), table.n_vectors, target_positions.shape[1])
+    distance = displacement.square().sum(dim=0, keepdim=True)
+    packed = block.gather_sources(table.vectors)
+    vectors = SourceVectors.unpacked(packed, table.n_vectors, target_positions.shape[0])
+    projections = (vectors.directions * displacement).sum(dim=1)
     total = None
     for branch in table.branches:
         contribution = branch.kernel(
-            displacement * branch.inverse_length,
+            displacement,
+            distance,
+            projections,
             vectors,
             block.gather_sources(branch.hidden),
             block.gather_sources(branch.strength),
             branch.weights,
+            branch.inverse_length,
             smoothing_radius,
         )
         total = contribution if total is None else total + contribution
@@ -67,7 +73,7 @@ def bytes_per_pair(kernel: Kernel, dtype: torch.dtype) -> int:
 
 def evaluate_plan(
     plan: InteractionPlan,
-    target_positions: list[Float[Tensor, "targets dims"]],
+    target_positions: list[Float[Tensor, "dims targets"]],
     tables: list[SourceTable | None],
     n_columns: int,
     smoothing_radius: Float[Tensor, ""],
@@ -87,10 +93,10 @@ def evaluate_plan(
         chunk_bytes: what one chunk's temporaries may take; the device's default if None.
 
     Returns:
-        The summed contributions at the target points, in the precision of the geometry.
+        The summed contributions at the target points (points, columns), in the precision of the geometry.
     """
     like = target_positions[0]
-    buffer = torch.zeros(plan.n_rows, n_columns, dtype=like.dtype, device=like.device)
+    buffer = torch.zeros(n_columns, plan.n_rows, dtype=like.dtype, device=like.device)
     for pairs, positions, table in zip(plan.pairs, target_positions, tables, strict=True):
         if table is None or len(pairs) == 0:
             continue
@@ -109,7 +115,7 @@ def evaluate_plan(
             else:
                 contributions = evaluate_block(block, positions, table, smoothing_radius)
             block.accumulate(buffer, contributions)
-    return _hand_down(plan, buffer)
+    return _hand_down(plan, buffer.t())
 
 
 def _hand_down(plan: InteractionPlan, buffer: Tensor) -> Tensor:

@@ -16,41 +16,42 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from globe_lightning.fields import FieldLayout
-from globe_lightning.models.features import legendre, smooth_log
+from globe_lightning.models.features import legendre, magnitude_and_direction, smooth_log
 from globe_lightning.models.networks import Weights, hidden_layers, make_network
 
 
 @dataclass
 class SourceVectors:
-    """The vectors of each source other than r, in canonical order: K = V - 1 of them.
+    """The vectors of each source other than r, in canonical order: K = V - 1 of them, one column a source.
 
     Attributes:
-        directions: smoothed unit vectors u_k (n, K, D).
-        magnitudes: m_k (n, K).
-        log_magnitudes: s_k = smooth_log(m_k) (n, K).
+        directions: smoothed unit vectors u_k (K, D, *sources).
+        magnitudes: m_k (K, *sources).
+        log_magnitudes: s_k = smooth_log(m_k) (K, *sources).
     """
 
-    directions: Float[Tensor, "n vectors dims"]
-    magnitudes: Float[Tensor, "n vectors"]
-    log_magnitudes: Float[Tensor, "n vectors"]
+    directions: Float[Tensor, "vectors dims *sources"]
+    magnitudes: Float[Tensor, "vectors *sources"]
+    log_magnitudes: Float[Tensor, "vectors *sources"]
 
     @staticmethod
-    def of(magnitudes: Float[Tensor, "n vectors"], directions: Float[Tensor, "n vectors dims"]) -> SourceVectors:
-        """From smoothed magnitudes and directions."""
-        return SourceVectors(directions, magnitudes, smooth_log(magnitudes))
+    def of(vectors: Float[Tensor, "sources vectors dims"], smoothing_radius: Float[Tensor, ""]) -> SourceVectors:
+        """From plain vectors."""
+        magnitudes, directions = magnitude_and_direction(vectors, smoothing_radius)
+        magnitudes = magnitudes.t().contiguous()
+        return SourceVectors(directions.permute(1, 2, 0).contiguous(), magnitudes, smooth_log(magnitudes))
 
-    def packed(self) -> Float[Tensor, "n columns"]:
-        """All of it side by side, so that one gather fetches a pair's share: u, m, s."""
-        return torch.cat([self.directions.flatten(1), self.magnitudes, self.log_magnitudes], dim=1)
+    def packed(self) -> Float[Tensor, "features sources"]:
+        """All of it in one table, so that one gather fetches a pair's share: u, m, s."""
+        return torch.cat([self.directions.flatten(0, 1), self.magnitudes, self.log_magnitudes])
 
     @staticmethod
-    def unpacked(packed: Float[Tensor, "n columns"], n_vectors: int, n_dims: int) -> SourceVectors:
+    def unpacked(packed: Float[Tensor, "features *pairs"], n_vectors: int, n_dims: int) -> SourceVectors:
         """The inverse of :meth:`packed`."""
-        u, m, s = packed.split([n_vectors * n_dims, n_vectors, n_vectors], dim=1)
-        return SourceVectors(u.view(-1, n_vectors, n_dims), m, s)
+        u, m, s = packed.split([n_vectors * n_dims, n_vectors, n_vectors])
+        return SourceVectors(u.unflatten(0, (n_vectors, n_dims)) if n_vectors else u.unsqueeze(1), m, s)
 
 
 class Kernel(nn.Module):
@@ -141,76 +142,87 @@ class Kernel(nn.Module):
     def source_terms(
         self,
         global_scalars: Float[Tensor, " globals"],
-        source_scalars: Float[Tensor, "n scalars"],
+        source_scalars: Float[Tensor, "scalars sources"],
         vectors: SourceVectors,
         dtype: torch.dtype,
-    ) -> Float[Tensor, "n hidden"]:
+    ) -> Float[Tensor, "hidden sources"]:
         """The first linear layer's share of everything that depends on the source alone, bias included."""
-        n, k = vectors.magnitudes.shape
-        columns = [global_scalars.expand(n, -1), source_scalars, vectors.log_magnitudes]
+        k, n = vectors.magnitudes.shape
+        rows = [global_scalars.unsqueeze(1).expand(-1, n), source_scalars, vectors.log_magnitudes]
         if k > 1 and self.n_harmonics:
             first, second = torch.triu_indices(k, k, offset=1, device=vectors.magnitudes.device)
             u, m = vectors.directions, vectors.magnitudes
-            cosines = (u.index_select(1, first) * u.index_select(1, second)).sum(dim=-1)
-            products = smooth_log(m.index_select(1, first) * m.index_select(1, second))
-            columns += [products * p for p in legendre(cosines, self.n_harmonics)]
+            cosines = (u.index_select(0, first) * u.index_select(0, second)).sum(dim=1)
+            products = smooth_log(m.index_select(0, first) * m.index_select(0, second))
+            rows += [products * p for p in legendre(cosines, self.n_harmonics)]
         first_layer = self.network.perceptron().linears()[0]
-        matrix = first_layer.weight.index_select(1, self._source_columns)
-        return F.linear(torch.cat(columns, dim=1).to(dtype), matrix.to(dtype), first_layer.bias.to(dtype))
+        matrix = first_layer.weight.index_select(1, self._source_columns).to(dtype)
+        return torch.addmm(first_layer.bias.to(dtype).unsqueeze(1), matrix, torch.cat(rows).to(dtype))
 
     def forward(
         self,
-        displacement: Float[Tensor, "pairs dims"],
+        displacement: Float[Tensor, "dims *pairs"],
+        distance: Float[Tensor, "1 *pairs"],
+        projections: Float[Tensor, "vectors *pairs"],
         vectors: SourceVectors,
-        hidden: Float[Tensor, "pairs hidden"],
-        strength: Float[Tensor, "pairs 1"],
+        hidden: Float[Tensor, "hidden *pairs"],
+        strength: Float[Tensor, "1 *pairs"],
         weights: Weights,
+        inverse_length: Float[Tensor, "1"],
         smoothing_radius: Float[Tensor, ""],
-    ) -> Float[Tensor, "pairs columns"]:
+    ) -> Float[Tensor, "columns *pairs"]:
         """Contribution of every pair to the packed outputs [scalars | vectors].
 
+        The pairs stand along the last dimension, or the last two: targets and sources, broadcast.
+
         Args:
-            displacement: r, (target - source) over the branch's length, nondimensional.
-            vectors: the pair's source vectors.
-            hidden: the pair's row of :meth:`source_terms`.
+            displacement: target - source [m].
+            distance: its squared length [m^2].
+            projections: u_k . displacement of every source vector [m].
+            vectors: the pairs' source vectors.
+            hidden: the pairs' columns of :meth:`source_terms`.
             strength: weight of the source, q A.
             weights: of :meth:`weights`.
+            inverse_length: 1 / (l_m exp(a_m)) [1/m].
             smoothing_radius: eps of the magnitudes.
         """
-        r2 = displacement.square().sum(dim=1, keepdim=True) + smoothing_radius**2
+        r2 = distance * inverse_length.square() + smoothing_radius**2
         m_r = r2.sqrt()
-        u_r = displacement / m_r
-        cosines = (vectors.directions * u_r.unsqueeze(1)).sum(dim=-1)
-        products = smooth_log(vectors.magnitudes * m_r)
-        features = [smooth_log(m_r), *(products * p for p in legendre(cosines, self.n_harmonics))]
-        first = torch.cat(features, dim=1).to(hidden.dtype)
-        raw = hidden_layers(torch.addmm(hidden, first, weights.matrices[0].t()), weights)
-        out = self.network.activate(raw.to(r2.dtype))
+        to_unit = inverse_length / m_r
+        u_r, cosines = displacement * to_unit, projections * to_unit
+        features = [smooth_log(m_r)]
+        if self.n_harmonics and self.n_vectors:
+            products = smooth_log(vectors.magnitudes * m_r)
+            features += [products * p for p in legendre(cosines, self.n_harmonics)]
+        pairs = m_r.shape[1:]
+        first = torch.cat(features).flatten(1).to(hidden.dtype)
+        first = (weights.matrices[0] @ first).unflatten(1, pairs) + hidden
+        out = self.network.activate(hidden_layers(first.flatten(1), weights).to(r2.dtype)).unflatten(1, pairs)
 
         envelope = -torch.expm1(-r2) * (r2 + 1) ** (-(self.n_dims - 1) / 2)
         return self.assemble(out, u_r, cosines, vectors) * (envelope * strength)
 
     def assemble(
         self,
-        out: Float[Tensor, "pairs outputs"],
-        u_r: Float[Tensor, "pairs dims"],
-        cosines: Float[Tensor, "pairs vectors"],
+        out: Float[Tensor, "outputs *pairs"],
+        u_r: Float[Tensor, "dims *pairs"],
+        cosines: Float[Tensor, "vectors *pairs"],
         vectors: SourceVectors,
-    ) -> Float[Tensor, "pairs columns"]:
+    ) -> Float[Tensor, "columns *pairs"]:
         """Turn the network's outputs [scalars | c_0 | a | b] into scalars and vectors."""
         nv, k = self.n_vector_outputs, self.n_vectors
         if nv == 0:
             return out
-        scalars, c0, a, b = out.split([self.n_scalars, nv, nv * k, nv * k], dim=1)
+        scalars, c0, a, b = out.split([self.n_scalars, nv, nv * k, nv * k])
         if k:
-            s = vectors.log_magnitudes.unsqueeze(1)
-            a, b = a.view(-1, nv, k), b.view(-1, nv, k)
-            c0 = c0 + (b * (s * cosines.unsqueeze(1))).sum(dim=-1)
-            radial = c0.unsqueeze(-1) * u_r.unsqueeze(1)
-            result = torch.baddbmm(radial, (a - b) * s, vectors.directions)
+            a, b = a.unflatten(0, (nv, k)), b.unflatten(0, (nv, k))
+            radial = c0 + (b * (vectors.log_magnitudes * cosines)).sum(dim=1)
+            along = vectors.directions * vectors.log_magnitudes.unsqueeze(1)
+            tangential = a - b
+            parts = [radial * u_r[d] + (tangential * along[:, d]).sum(dim=1) for d in range(self.n_dims)]
         else:
-            result = c0.unsqueeze(-1) * u_r.unsqueeze(1)
-        return torch.cat([scalars, result.flatten(1)], dim=1)
+            parts = [c0 * u_r[d] for d in range(self.n_dims)]
+        return torch.cat([scalars, torch.stack(parts, dim=1).flatten(0, 1)])
 
 
 def global_scalar_order(names: Sequence[str], ratios: Sequence[str]) -> list[tuple[str, str]]:

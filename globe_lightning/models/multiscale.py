@@ -30,15 +30,15 @@ class Branch:
 
     Attributes:
         kernel: the branch's kernel.
-        hidden: first layer's share of every source row (rows, hidden).
-        strength: q A of every source row (rows, 1).
+        hidden: first layer's share of every source (hidden, rows).
+        strength: q A of every source (1, rows).
         inverse_length: 1 / (l_m exp(a_m)) [1/m].
         weights: the network's weights in the precision of the products.
     """
 
     kernel: Kernel
-    hidden: Float[Tensor, "rows hidden"]
-    strength: Float[Tensor, "rows 1"]
+    hidden: Float[Tensor, "hidden rows"]
+    strength: Float[Tensor, "1 rows"]
     inverse_length: Float[Tensor, "1"]
     weights: Weights
 
@@ -79,7 +79,7 @@ class MultiscaleKernel(nn.Module):
     def branches(
         self,
         global_scalars: Float[Tensor, " columns"],
-        source_scalars: Float[Tensor, "rows scalars"],
+        source_scalars: Float[Tensor, "scalars rows"],
         vectors: SourceVectors,
         strengths: Mapping[str, Float[Tensor, " rows"]],
         reference_lengths: Mapping[str, Tensor],
@@ -100,5 +100,5 @@ class MultiscaleKernel(nn.Module):
             kernel: Kernel = self.kernels[key]  # type: ignore[assignment]
             scale = reference_lengths[name] * self.log_scalefactors[key].to(vectors.magnitudes.dtype).exp()
             hidden = kernel.source_terms(global_scalars, source_scalars, vectors, product_dtype)
-            out.append(Branch(kernel, hidden, strengths[name].unsqueeze(1), 1 / scale, kernel.weights(product_dtype)))
+            out.append(Branch(kernel, hidden, strengths[name].unsqueeze(0), 1 / scale, kernel.weights(product_dtype)))
         return out

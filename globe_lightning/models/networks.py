@@ -66,8 +66,8 @@ class KernelNetwork(nn.Module):
         """The perceptron that holds all parameters."""
         raise NotImplementedError
 
-    def activate(self, raw: Float[Tensor, "n raw"]) -> Float[Tensor, "n outputs"]:
-        """From the perceptron's outputs to the F outputs of the network."""
+    def activate(self, raw: Float[Tensor, "raw *n"]) -> Float[Tensor, "outputs *n"]:
+        """From the perceptron's outputs, along the first dimension, to the F outputs of the network."""
         raise NotImplementedError
 
     def order_outputs(self, order: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class KernelNetwork(nn.Module):
 
     def forward(self, x: Float[Tensor, "n inputs"]) -> Float[Tensor, "n outputs"]:
         """Evaluate the whole network on complete input columns."""
-        return self.activate(self.perceptron()(x))
+        return self.activate(self.perceptron()(x).t()).t()
 
 
 class PadeNetwork(KernelNetwork):
@@ -98,9 +98,9 @@ class PadeNetwork(KernelNetwork):
         """The perceptron that holds all parameters."""
         return self.combined_mlp
 
-    def activate(self, raw: Float[Tensor, "n raw"]) -> Float[Tensor, "n outputs"]:
+    def activate(self, raw: Float[Tensor, "raw *n"]) -> Float[Tensor, "outputs *n"]:
         """The rational function of numerators and denominators."""
-        p, q = raw.chunk(2, dim=-1)
+        p, q = raw.chunk(2)
         return rational(p, q, self.self_regularization_beta)
 
     def order_outputs(self, order: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class TanhNetwork(KernelNetwork):
         """The perceptron that holds all parameters."""
         return self.get_submodule("0")  # type: ignore[return-value]
 
-    def activate(self, raw: Float[Tensor, "n raw"]) -> Float[Tensor, "n outputs"]:
+    def activate(self, raw: Float[Tensor, "raw *n"]) -> Float[Tensor, "outputs *n"]:
         """Hyperbolic tangent."""
         return torch.tanh(raw)
 
@@ -148,9 +148,9 @@ def make_network(
     raise ValueError(f'network_type: expected "pade" or "mlp", found {network_type!r}')
 
 
-def hidden_layers(first: Float[Tensor, "n hidden"], weights: Weights) -> Float[Tensor, "n raw"]:
-    """Run a perceptron from the pre-activation of its first hidden layer onwards."""
+def hidden_layers(first: Float[Tensor, "hidden n"], weights: Weights) -> Float[Tensor, "raw n"]:
+    """Run a perceptron from the pre-activation of its first hidden layer onwards; one column an evaluation."""
     x = first
     for matrix, bias in zip(weights.matrices[1:], weights.biases[1:], strict=True):
-        x = F.linear(F.silu(x), matrix, bias)
+        x = torch.addmm(bias.unsqueeze(1), matrix, F.silu(x))
     return x

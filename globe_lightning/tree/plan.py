@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from globe_lightning.tree.cluster_tree import ClusterForest
@@ -42,7 +42,9 @@ class IndexedPairs:
     def blocks(self, n_pairs: int) -> Iterator[IndexedBlock]:
         """Cut the list into blocks of at most ``n_pairs`` pairs."""
         for first in range(0, len(self), n_pairs):
-            yield IndexedBlock(self.targets[first : first + n_pairs], self.sources[first : first + n_pairs])
+            # 64-bit indices for the moment of use: adding by 32-bit ones is several times slower on a CPU.
+            part = slice(first, first + n_pairs)
+            yield IndexedBlock(self.targets[part].long(), self.sources[part].long())
 
     def to(self, device: torch.device | str) -> IndexedPairs:
         """The same list on a device."""
@@ -51,22 +53,27 @@ class IndexedPairs:
 
 @dataclass
 class IndexedBlock:
-    """Some pairs of a list: how their rows are gathered and their contributions added up."""
+    """Some pairs of a list: how their columns are gathered and their contributions added up.
+
+    Tables hold one row a feature and one column a target or source, so that all arithmetic runs along the pairs.
+    """
 
     targets: Int[Tensor, " pairs"]
     sources: Int[Tensor, " pairs"]
 
-    def gather_targets(self, table: Tensor) -> Tensor:
-        """Each pair's row of the target table."""
-        return table.index_select(0, self.targets)
+    def gather_targets(self, table: Float[Tensor, "features targets"]) -> Float[Tensor, "features pairs"]:
+        """Each pair's column of the target table."""
+        return table.index_select(1, self.targets)
 
-    def gather_sources(self, table: Tensor) -> Tensor:
-        """Each pair's row of the source table."""
-        return table.index_select(0, self.sources)
+    def gather_sources(self, table: Float[Tensor, "features sources"]) -> Float[Tensor, "features pairs"]:
+        """Each pair's column of the source table."""
+        return table.index_select(1, self.sources)
 
-    def accumulate(self, buffer: Tensor, contributions: Tensor) -> None:
-        """Add each pair's contribution to its target's row, in place."""
-        buffer.index_add_(0, self.targets, contributions.to(buffer.dtype))
+    def accumulate(
+        self, buffer: Float[Tensor, "features targets"], contributions: Float[Tensor, "features pairs"]
+    ) -> None:
+        """Add each pair's contribution to its target's column, in place."""
+        buffer.index_add_(1, self.targets, contributions.to(buffer.dtype))
 
 
 @dataclass
@@ -95,29 +102,28 @@ class AllPairs:
 
 @dataclass
 class DenseBlock:
-    """The pairs of targets [t0, t1) with sources [s0, s1): rows are broadcast and summed instead of indexed."""
+    """The pairs of targets [t0, t1) with sources [s0, s1): columns are broadcast and summed instead of indexed."""
 
     t0: int
     t1: int
     s0: int
     s1: int
 
-    def gather_targets(self, table: Tensor) -> Tensor:
-        """Each pair's row of the target table."""
-        rows = table[self.t0 : self.t1]
-        return rows.unsqueeze(1).expand(-1, self.s1 - self.s0, -1).reshape(-1, table.shape[1])
+    def gather_targets(self, table: Float[Tensor, "features targets"]) -> Float[Tensor, "features rows 1"]:
+        """The targets' columns, to be broadcast along the sources."""
+        return table[:, self.t0 : self.t1].unsqueeze(2)
 
-    def gather_sources(self, table: Tensor) -> Tensor:
-        """Each pair's row of the source table."""
-        rows = table[self.s0 : self.s1]
-        return rows.unsqueeze(0).expand(self.t1 - self.t0, -1, -1).reshape(-1, table.shape[1])
+    def gather_sources(self, table: Float[Tensor, "features sources"]) -> Float[Tensor, "features 1 columns"]:
+        """The sources' columns, to be broadcast along the targets."""
+        return table[:, self.s0 : self.s1].unsqueeze(1)
 
-    def accumulate(self, buffer: Tensor, contributions: Tensor) -> None:
-        """Add the contributions to their targets' rows, in place."""
-        grid = contributions.view(self.t1 - self.t0, self.s1 - self.s0, -1)
-        rows = torch.arange(self.t0, self.t1, device=buffer.device)
-        # Not `buffer[t0:t1] +=`: autograd would copy the whole buffer for every block.
-        buffer.index_add_(0, rows, grid.sum(dim=1, dtype=buffer.dtype))
+    def accumulate(
+        self, buffer: Float[Tensor, "features targets"], contributions: Float[Tensor, "features rows columns"]
+    ) -> None:
+        """Add the contributions to their targets' columns, in place."""
+        columns = torch.arange(self.t0, self.t1, device=buffer.device)
+        # Not `buffer[:, t0:t1] +=`: autograd would copy the whole buffer for every block.
+        buffer.index_add_(1, columns, contributions.sum(dim=-1, dtype=buffer.dtype))
 
 
 @dataclass

@@ -76,6 +76,7 @@ class GlobeCLI(LightningCLI):
     """
 
     def __init__(self, args: Sequence[str] | None = None, run: bool = True) -> None:
+        self._runs = run
         arguments = [str(argument) for argument in (sys.argv[1:] if args is None else args)]
         super().__init__(
             GlobeLightningModule,
@@ -98,6 +99,9 @@ class GlobeCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run folder and the callbacks that every run has, with their defaults."""
         parser.add_class_arguments(RunFolder, "run", instantiate=False)
+        if not self._runs:  # a run's saved configuration holds its subcommand's own arguments too
+            for name in ("ckpt_path", "weights_only", "return_predictions", "verbose"):
+                parser.add_argument(f"--{name}", type=Any, default=None, help="accepted and not used")
         parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
         parser.add_lightning_class_args(PredictionWriter, "predictions")
         parser.add_lightning_class_args(PictureWriter, "pictures")
@@ -192,7 +196,8 @@ class RunConfig(SaveConfigCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Move an earlier training's results aside when a new one starts in its folder, then save."""
-        if stage == "fit" and trainer.ckpt_path is None and trainer.is_global_zero and not self.already_saved:
+        fresh = stage == "fit" and self.config.get("ckpt_path") is None
+        if fresh and trainer.is_global_zero and not self.already_saved:
             root = Path(trainer.default_root_dir)
             aside = RunFolder(str(root.parent), root.name).set_aside()
             if aside is not None:

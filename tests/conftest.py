@@ -60,7 +60,7 @@ def make_sample(index: int = 0, n: int = 40, seed: int | None = None) -> Sample:
     incidence = torch.tensor(0.1 * index)
     direction = torch.stack([incidence.cos(), incidence.sin()])
     radius = points.norm(dim=1)
-    pressure = (points @ direction) / radius**2 * (1 + 0.3 * index)
+    pressure = (points @ direction) / radius**2 * (1 + 0.1 * index)
     velocity = points / radius.unsqueeze(1) ** 3
     shear = torch.full((n, 2), torch.nan)
     shear[:n_wall] = 0.004 * torch.stack([-angle.sin(), angle.cos()], dim=1) * (1 + index)

@@ -50,7 +50,7 @@ def test_friction_is_shear_times_length_with_the_shears_sign(sign):
 
 
 def test_rotating_the_flow_with_the_body_changes_nothing():
-    surface, points = circle(50)
+    surface, _ = circle(50)
     torch.manual_seed(0)
     pressure, shear = torch.randn(50), torch.randn(50, 2)
     before = force_coefficients(surface, {"C_p": pressure, "C_f": shear}).total

@@ -53,7 +53,7 @@ def test_scales():
     with pytest.raises(ValueError, match=r"loss_scales: \['c'\]"):
         complete_scales({"c": 1}, ["a"])
     for bad in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="loss_scales.*'a'.*positive"):
+        with pytest.raises(ValueError, match=r"loss_scales.*'a'.*positive"):
             complete_scales({"a": bad}, ["a"])
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -168,8 +169,8 @@ def test_warm_up_and_cosine():
         schedule.step(step)
         rates.append(rate(optimizer))
     assert rates[0] == pytest.approx(0.4) and rates[4] == pytest.approx(2.0)
-    assert all(a < b for a, b in zip(rates[:4], rates[1:5], strict=True))
-    assert all(a > b for a, b in zip(rates[4:104], rates[5:105], strict=True))
+    assert all(a < b for a, b in pairwise(rates[:5]))
+    assert all(a > b for a, b in pairwise(rates[4:105]))
     assert rates[54] == pytest.approx(1.1) and rates[-1] == pytest.approx(0.2)
 
 

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from globe_lightning.cli import main, shipped_configs
+
+CONFIGS = sorted(shipped_configs().rglob("*.yaml"))
+KEY = re.compile(r"^\s*(- )?[^#\s].*")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_key_has_a_comment(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    bare = [line for line in lines if KEY.match(line) and not re.search(r"\s#\s\S", line)]
+    assert not bare and len([line for line in lines if KEY.match(line)]) > 20
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_trains_and_tests(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    short = [
+        f"--config={path}",
+        "--data.init_args.root=samples",
+        f"--data.init_args.cache_dir={tmp_path / 'cache'}",
+        "--data.init_args.n_train_points=32",
+        "--data.init_args.num_workers=0",
+        "--data.init_args.persistent_workers=false",
+        "--trainer.max_epochs=1",
+        "--trainer.limit_train_batches=2",
+        "--trainer.limit_val_batches=1",
+        "--trainer.check_val_every_n_epoch=1",
+        "--data.init_args.n_validation_points=200",
+        "--model.hidden_layer_sizes=[8]",
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=1",
+    ]
+    main(["fit", *short])
+    name = yaml.safe_load(path.read_text(encoding="utf-8"))["run"]["name"]
+    run = Path("runs") / name
+    assert (run / "checkpoints" / "last.ckpt").is_file() and (run / "metrics.csv").is_file()
+    main(["validate", *short])
+
+
+def test_the_full_size_recipe_asks_for_its_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("AIRFRANS_DATA_DIR", raising=False)
+    with pytest.raises(SystemExit, match="AIRFRANS_DATA_DIR"):
+        main(["fit", "--config=configs/airfrans.yaml", "--trainer.accelerator=cpu", "--trainer.devices=1"])
+
+
+def test_the_full_size_recipe_is_that_of_the_benchmark():
+    config = yaml.safe_load((shipped_configs() / "airfrans.yaml").read_text(encoding="utf-8"))
+    model = config["model"]
+    assert config["trainer"]["precision"] == "bf16-mixed" and config["trainer"]["gradient_clip_val"] == 1
+    assert model["hidden_layer_sizes"] == [128, 128, 128] and model["theta"] == 0
+    assert model["plateau_patience_steps"] == 1600 and model["min_lr_factor"] == 1 / 64
+    assert config["data"]["init_args"]["n_train_points"] == 2048

@@ -210,6 +210,20 @@ def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
     return worst
 
 
+def relative_l2(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Root mean square deviation of the worst field over that field's own variation; NaN counts as infinite."""
+    assert set(found) == set(expected)
+    worst = 0.0
+    for name, truth in expected.items():
+        assert found[name].shape == truth.shape, name
+        truth = truth.detach().double()
+        scale = (truth - truth.mean(dim=0)).norm()
+        assert scale > 0, f"{name} does not vary: the comparison would say nothing"
+        error = float((found[name].detach().double() - truth).norm() / scale)
+        worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
 def gradients_of(model: GLOBE, case: Case, **options: Any) -> dict[str, Tensor]:
     """Gradient of the sum of squares of all fields for each parameter."""
     model.zero_grad()
@@ -253,9 +267,8 @@ class _DispatchCounter(TorchDispatchMode):
         elif name in _INDEXING:
             if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
                 self.found.append(f"{name} with a mask")
-        elif name == "aten::repeat_interleave":
-            if kwargs.get("output_size") is None:
-                self.found.append(f"{name} without output_size")
+        elif name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
+            self.found.append(f"{name} without output_size")
         return func(*args, **kwargs)
 
 

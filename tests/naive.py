@@ -184,6 +184,7 @@ def forward(
     latent_ranks |= {f"latent.vectors.{i}": 1 for i in range(config["n_latent_vectors"])}
     latent_ranks |= {f"strengths.{name}": 0 for name in names}
     c = config.get("latent_compression_scale")
+    eps = torch.tensor(config.get("smoothing_radius", 1e-8), dtype=torch.float32).to(prediction_points)
     n_layers = config["n_communication_hyperlayers"]
     for layer in range(n_layers):
         outputs = {kind: hyperlayer(layer, face["centroids"], latent_ranks) for kind, face in faces.items()}
@@ -192,7 +193,7 @@ def forward(
                 if c is not None and latent_ranks[name] == 0:
                     value = c * torch.asinh(value / c)
                 elif c is not None:
-                    m = torch.sqrt((value**2).sum(dim=-1, keepdim=True) + 1e-16)
+                    m = torch.sqrt((value**2).sum(dim=-1, keepdim=True) + eps**2)
                     value = value * c * torch.asinh(m / c) / m
                 if name.startswith("strengths."):
                     face["strengths"][name.removeprefix("strengths.")] = value

@@ -83,10 +83,8 @@ def count_pairs(
         t, s = pairs.targets.long(), pairs.sources.long()
         from_point = s < source_points[source + 1] - source_points[source]
         node_of = torch.where(t >= plan.first_group, -1, t - plan.n_points)
-        if plan.n_groups:
-            group_node = plan.group_nodes[(t - plan.first_group).clamp_min(0)]
-        else:
-            group_node = torch.full_like(t, -1)
+        nodes_of_groups = torch.cat([plan.group_nodes, plan.group_nodes.new_full((1,), -1)])
+        group_node = nodes_of_groups[torch.where(t >= plan.first_group, t - plan.first_group, -1)]
         is_group = t >= plan.first_group
         for target in range(len(points) - 1):
             on_point = (t >= points[target]) & (t < points[target + 1])

@@ -29,9 +29,9 @@ class ForceCoefficients(NamedTuple):
 def force_coefficients(surface: ForceSurface, fields: Mapping[str, Tensor]) -> ForceCoefficients:
     """Integrate pressure and shear over a surface.
 
-    ``C = sum_f (-C_p,f A_f + shear_sign C_f,f |A_f|) . direction / reference_area``, A_f the area vector into the
-    fluid, a face's values the means over its corners. A corner whose value is NaN is left out of its face's mean; a
-    face without any known corner makes the coefficient NaN. Sums are taken in float64.
+    ``C = sum_f (-C_p,f A_f + shear_sign C_f,f a_f) . direction_f / reference_area``, A_f the area vector into the
+    fluid, a_f the area, a face's values the means over its corners. A corner whose value is NaN is left out of its
+    face's mean; a face without any known corner makes the coefficient NaN. Sums are taken in float64.
 
     Args:
         surface: faces, directions, areas and the names of the two fields.
@@ -44,18 +44,23 @@ def force_coefficients(surface: ForceSurface, fields: Mapping[str, Tensor]) -> F
     for argument, name in (("pressure_field", surface.pressure_field), ("shear_field", surface.shear_field)):
         if name not in fields:
             raise ValueError(f"forces need the {argument} {name!r}, the fields are {sorted(fields)}")
-    areas = surface.area_vectors.double()
+    vectors = surface.area_vectors.double()
+    areas = vectors.norm(dim=1) if surface.areas is None else surface.areas.double()
     pressure = _face_means(fields[surface.pressure_field].unsqueeze(-1), surface)
     shear = _face_means(fields[surface.shear_field], surface)
-    pressure_force = -(pressure * areas).sum(dim=0)
-    friction_force = surface.shear_sign * (shear * areas.norm(dim=1, keepdim=True)).sum(dim=0)
+    pressure_forces = -pressure * vectors
+    friction_forces = surface.shear_sign * shear * areas.unsqueeze(1)
+    pressure_force, friction_force = pressure_forces.sum(dim=0), friction_forces.sum(dim=0)
     result = ForceCoefficients({}, {}, {})
     for coefficient, direction in sorted(surface.directions.items()):
         direction = direction.double()
+        if direction.ndim == 1:
+            along = pressure_force @ direction, friction_force @ direction
+        else:
+            along = (pressure_forces * direction).sum(), (friction_forces * direction).sum()
         for suffix, area in surface.reference_areas.items():
             name = f"{coefficient}{suffix}"
-            result.pressure[name] = pressure_force @ direction / area
-            result.friction[name] = friction_force @ direction / area
+            result.pressure[name], result.friction[name] = along[0] / area, along[1] / area
             result.total[name] = result.pressure[name] + result.friction[name]
     return result
 

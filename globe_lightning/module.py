@@ -147,12 +147,19 @@ class GlobeLightningModule(pl.LightningModule):
         self.schema = SampleSchema(**{name: values[name] for name in SCHEMA_ARGUMENTS if values[name] is not None})
         self.field_ranks = flatten_ranks(output_field_ranks, "output_field_ranks")
         self.network = GLOBE(**{name: values[name] for name in NETWORK_ARGUMENTS})
+        self._start_at_scales(complete_scales(loss_scales, self.field_ranks))
         self.latest_prediction: dict[str, Tensor] | None = None
         self._step_report: tuple[str, Tensor] | None = None
         self.configure_losses()
         self.configure_metrics()
 
     # Configuration
+
+    @torch.no_grad()
+    def _start_at_scales(self, scales: dict[str, float]) -> None:
+        """Let each field's calibration start at the field's scale in the loss: a sensible size from the first step."""
+        for name, transform in zip(self.field_ranks, self.network.final_field_transforms, strict=True):
+            transform.weight.fill_(scales[name])
 
     def configure_losses(self) -> None:
         """Set the scale of every field's loss."""
@@ -267,6 +274,7 @@ class GlobeLightningModule(pl.LightningModule):
         total = torch.stack(list(losses.values())).sum()
         self.target_variances.update(truth)
         for mean, (name, loss) in zip(self.train_means, {"": total, **losses}.items(), strict=True):
+            assert isinstance(mean, RunningMean)
             mean(loss)
             full = f"train/loss/{name}" if name else "train/loss"
             self.log(full, mean, on_step=True, on_epoch=True, prog_bar=True, batch_size=1)

@@ -96,7 +96,7 @@ class RunLogger(CSVLogger):
     @rank_zero_experiment
     def experiment(self) -> ExperimentWriter:
         """The writer of the file."""
-        if self._experiment is None:
+        if not isinstance(self._experiment, _AppendingWriter):
             self._experiment = _AppendingWriter(self.log_dir, self._file_name)
         return self._experiment
 

@@ -83,7 +83,7 @@ def test_points_that_were_not_predicted_are_nan():
 def test_a_mesh_of_another_size_is_refused(ids):
     sample = make_sample(4)
     sample.point_ids = ids
-    with pytest.raises(ValueError, match="case4.*40 points"):
+    with pytest.raises(ValueError, match=r"case4.*40 points"):
         with_fields(pv.PolyData(np.zeros((50, 3), dtype=np.float32)), sample, flatten_data(sample.targets), {})
 
 
@@ -93,9 +93,9 @@ def test_pictures_of_validation_and_of_every_predicted_case(tmp_path):
     make_trainer(tmp_path, max_epochs=3, callbacks=[writer]).fit(model, Data(n_train=1, n_val=2))
     names = {path.name for path in (tmp_path / "pictures").iterdir()}
     assert names == {"validation_epoch0002.png", "validation_epoch0003.png"}  # every second, and the last
-    make_trainer(tmp_path, callbacks=[writer]).predict(model, Data(n_val=2))
+    make_trainer(tmp_path, callbacks=[writer]).predict(model, Data(n_val=1))
     names = {path.name for path in (tmp_path / "pictures").iterdir()} - names
-    assert names == {"case0.png", "case1.png"}
+    assert names == {"case0.png"}
     image = matplotlib.image.imread(tmp_path / "pictures" / "case0.png")
     assert min(image.shape[:2]) > 200 and image[..., :3].std() > 0.05
 

@@ -156,7 +156,7 @@ def test_two_processes_find_what_one_does(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(_rank, args=(port, str(tmp_path)), nprocs=2)
+    mp.start_processes(_rank, args=(port, str(tmp_path)), nprocs=2, start_method="fork")
     alone = evaluate(range(5))
     for number, shares in enumerate((PADDED, ONE_EMPTY)):
         for rank in range(2):

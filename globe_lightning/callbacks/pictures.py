@@ -97,21 +97,52 @@ def draw_case(sample: Sample, prediction: dict[str, Tensor], title: str = "") ->
     # A field known only at the wall is no picture of the flow: it is drawn as a curve.
     shown = [name for name, value in truth.items() if name in predicted and np.isfinite(value[mesh.rows]).mean() > 0.9]
     surface = _surface(sample, truth, predicted)
-    aspect = (window[3] - window[2]) / (window[1] - window[0])
-    height = 4.2 * aspect + 0.35
-    figure = Figure(figsize=(13.5, height * len(shown) + 3.7 * bool(surface) + 0.8), layout="constrained")
+    page = _Page(len(shown), len(surface), (window[3] - window[2]) / (window[1] - window[0]))
+    figure = Figure(figsize=(page.width, page.height))
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=12)
-    heights = [height] * len(shown) + [3.6] * bool(surface)
-    if not heights:
-        return figure
-    grid = figure.add_gridspec(len(heights), 6, height_ratios=heights)
+    figure.text(0.5, 1 - 0.22 / page.height, title, ha="center", va="center", fontsize=12)
     for row, name in enumerate(shown):
-        axes = [figure.add_subplot(grid[row, 2 * column : 2 * column + 2]) for column in range(3)]
+        axes = [(page.panel(figure, row, column), page.bar(figure, row, column)) for column in range(3)]
         _draw_field(figure, axes, name, mesh, truth[name], predicted[name], outline, window)
-    if surface:
-        _draw_surface(figure, grid, len(shown), surface, _force_text(sample, prediction))
+    forces = _force_text(sample, prediction)
+    for number, curve in enumerate(surface):
+        _draw_curve(page.curve(figure, number), "" if number else forces, *curve)
     return figure
+
+
+class _Page:
+    """Where everything stands on the page, in inches; a layout engine would draw every picture twice."""
+
+    width = 13.4
+    panel_width, bar_width, curve_height = 3.5, 0.1, 3.0
+    left, top, row_gap, column_step = 0.5, 0.45, 0.6, 4.35
+
+    def __init__(self, n_rows: int, n_curves: int, aspect: float) -> None:
+        self.panel_height = self.panel_width * aspect
+        self.n_curves = n_curves
+        rows = n_rows * (self.panel_height + self.row_gap)
+        self.height = self.top + rows + (self.curve_height + 0.95 if n_curves else 0.1)
+
+    def _axes(self, figure: Any, left: float, bottom: float, width: float, height: float) -> Any:
+        return figure.add_axes((left / self.width, bottom / self.height, width / self.width, height / self.height))
+
+    def _bottom(self, row: int) -> float:
+        return self.height - self.top - 0.25 - (row + 1) * self.panel_height - row * self.row_gap
+
+    def panel(self, figure: Any, row: int, column: int) -> Any:
+        """The axes of a field."""
+        left = self.left + column * self.column_step
+        return self._axes(figure, left, self._bottom(row), self.panel_width, self.panel_height)
+
+    def bar(self, figure: Any, row: int, column: int) -> Any:
+        """The axes of its colour bar."""
+        left = self.left + column * self.column_step + self.panel_width + 0.08
+        return self._axes(figure, left, self._bottom(row), self.bar_width, self.panel_height)
+
+    def curve(self, figure: Any, number: int) -> Any:
+        """The axes of a curve along the surface."""
+        step = (self.width - 0.4) / self.n_curves
+        return self._axes(figure, 0.8 + number * step, 0.55, step - 0.9, self.curve_height)
 
 
 class _Triangles:
@@ -174,7 +205,7 @@ def _inside(points: np.ndarray, outline: np.ndarray) -> np.ndarray:
 
 def _draw_field(
     figure: Any,
-    axes: list[Any],
+    axes: list[tuple[Any, Any]],
     name: str,
     mesh: _Triangles,
     truth: np.ndarray,
@@ -202,15 +233,16 @@ def _draw_field(
     triangulation = mesh.triangulation
     unknown = ~known[triangulation.triangles].all(axis=1)
     mask = triangulation.mask | unknown if triangulation.mask is not None else unknown
-    for axis, (heading, values, (bottom, top), colours) in zip(axes, panels, strict=True):
+    for (axis, bar), (heading, values, (bottom, top), colours) in zip(axes, panels, strict=True):
         clone = type(triangulation)(triangulation.x, triangulation.y, triangulation.triangles, mask)
         filled = np.where(np.isfinite(values), values, bottom)
         image = axis.tripcolor(clone, filled, shading="gouraud", cmap=colours, vmin=bottom, vmax=top, rasterized=True)
         axis.add_collection(PolyCollection(_loops(outline), facecolors="0.85", edgecolors="0.2", linewidths=0.6))
-        axis.set(xlim=window[:2], ylim=window[2:], aspect="equal")
-        axis.set_title(heading, fontsize=11)
-        axis.tick_params(labelsize=8)
-        figure.colorbar(image, ax=axis, shrink=0.8, aspect=18, pad=0.01, extend="both").ax.tick_params(labelsize=8)
+        axis.set(xlim=window[:2], ylim=window[2:])
+        axis.set_title(heading, fontsize=10, pad=4)
+        axis.tick_params(labelsize=7, length=2)
+        figure.colorbar(image, cax=bar)
+        bar.tick_params(labelsize=7, length=2)
 
 
 def _loops(outline: np.ndarray) -> list[np.ndarray]:
@@ -251,24 +283,23 @@ def _surface(sample: Sample, truth: dict[str, np.ndarray], predicted: dict[str, 
     return curves
 
 
-def _draw_surface(figure: Any, grid: Any, row: int, curves: list[tuple], forces: str) -> None:
+def _draw_curve(
+    axis: Any, heading: str, label: str, along: np.ndarray, true: np.ndarray, predicted: np.ndarray
+) -> None:
     from matplotlib.collections import LineCollection
 
-    width = 6 // len(curves)
-    for number, (label, along, true, predicted) in enumerate(curves):
-        axis = figure.add_subplot(grid[row, number * width : (number + 1) * width])
-        for values, colour, line, name in ((true, "0.55", 3.5, "truth"), (predicted, "tab:red", 1.3, "prediction")):
-            segments = np.stack([along, values], axis=-1)
-            axis.add_collection(LineCollection(list(segments), colors=colour, linewidths=line, capstyle="round"))
-            axis.plot([], [], color=colour, linewidth=line, label=name)
-        everything = np.concatenate([true[np.isfinite(true)], predicted[np.isfinite(predicted)]])
-        low, high = (everything.min(), everything.max()) if len(everything) else (0.0, 1.0)
-        space = 0.06 * (high - low) or 0.5
-        axis.set(xlim=(-0.02, 1.02), ylim=(low - space, high + space), xlabel="position along the chord", ylabel=label)
-        axis.grid(alpha=0.3)
-        axis.legend(loc="upper right", fontsize=9)
-        if number == 0:
-            axis.set_title(forces, fontsize=10)
+    for values, colour, line, name in ((true, "0.55", 3.5, "truth"), (predicted, "tab:red", 1.3, "prediction")):
+        segments = np.stack([along, values], axis=-1)
+        axis.add_collection(LineCollection(list(segments), colors=colour, linewidths=line, capstyle="round"))
+        axis.plot([], [], color=colour, linewidth=line, label=name)
+    everything = np.concatenate([true[np.isfinite(true)], predicted[np.isfinite(predicted)]])
+    low, high = (everything.min(), everything.max()) if len(everything) else (0.0, 1.0)
+    space = 0.06 * (high - low) or 0.5
+    axis.set(xlim=(-0.02, 1.02), ylim=(low - space, high + space), xlabel="position along the chord", ylabel=label)
+    axis.set_title(heading, fontsize=10)
+    axis.grid(alpha=0.3)
+    axis.legend(loc="upper right", fontsize=9)
+    axis.tick_params(labelsize=8)
 
 
 def _force_text(sample: Sample, prediction: dict[str, Tensor]) -> str:

@@ -7,6 +7,7 @@ the last hyperlayer evaluates the output fields at the prediction points.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -104,7 +105,8 @@ class GLOBE(nn.Module):
     """A neural surrogate of boundary-driven PDEs.
 
     Translation-equivariant always; equivariant to rotations and reflections at ``theta = 0`` (the boxes of the tree
-    follow the axes); covariant with the units of length.
+    follow the axes); covariant with the units of length. A face does not act on itself: r = 0 contributes nothing.
+    Coincident faces are exact pairs at any ``theta``, k^2 of them for k faces in one place.
 
     Args:
         n_spatial_dims: dimension D of the space, 2 or 3.
@@ -237,7 +239,17 @@ class GLOBE(nn.Module):
                 )
             )
         self.kernel_layers = nn.ModuleList(layers)
+        self._start_strengths()
         self.final_field_transforms = nn.ModuleList(FieldCalibration(r) for r in self.output_layout.ranks.values())
+
+    def _start_strengths(self) -> None:
+        """Let strengths start positive like those of the first layer: else each layer starts near zero."""
+        names = self.latent_layout.scalars
+        strengths = [i for i, name in enumerate(names) if name.startswith("strengths.")]
+        for layer in list(self.kernel_layers)[:-1]:
+            for multiscale in layer.values():
+                for kernel in multiscale.kernels.values():
+                    kernel.start_positive(strengths)
 
     def _apply(self, fn: Any, recurse: bool = True) -> GLOBE:
         radius = self.smoothing_radius
@@ -274,7 +286,8 @@ class GLOBE(nn.Module):
         Raises:
             TypeError, ValueError: something of the sample does not fit; see ``validation``.
         """
-        checks = NumberChecks()
+        boundary_meshes = _as_dict(boundary_meshes)
+        checks = NumberChecks(self.geometry_dtype)
         check_geometry(checks, prediction_points, boundary_meshes, self.source_layouts, self.n_spatial_dims)
         if reference_lengths is not None:
             check_conditions(checks, reference_lengths, self.reference_length_names, global_data, self.global_layout)
@@ -286,6 +299,12 @@ class GLOBE(nn.Module):
             kinds = [kind for kind in self.source_layouts if kind in boundary_meshes and boundary_meshes[kind].n_faces]
             faces = [boundary_meshes[kind].to(dtype=dtype).positions.to(build) for kind in kinds]
             forest = build_forest(faces, self.leaf_size)
+            if forest.n_points == 1 and self.n_communication_hyperlayers:
+                warnings.warn(
+                    "boundary_meshes: one face in all; a face does not act on itself, so that the communication "
+                    "layers pass on nothing and every prediction is its field's constant offset",
+                    stacklevel=2,
+                )
             communication = build_plan(forest, forest, self.theta, self.expand_far_targets)
             n, size = prediction_points.shape[0], self._chunk_size(prediction_chunk_size, forest.n_points)
             prediction = []
@@ -327,6 +346,7 @@ class GLOBE(nn.Module):
         Returns:
             The fields, nested as declared, batch size (n,): scalars (n,), vectors (n, D).
         """
+        boundary_meshes = _as_dict(boundary_meshes)
         if plans is None:
             plans = self.build_plans(
                 prediction_points,
@@ -335,6 +355,8 @@ class GLOBE(nn.Module):
                 reference_lengths=reference_lengths,
                 global_data=global_data,
             )
+        else:
+            _require_fitting(plans, prediction_points, boundary_meshes)
         device, dtype = prediction_points.device, self.geometry_dtype
         autocast = torch.is_autocast_enabled(device.type)
         product_dtype = (
@@ -372,7 +394,10 @@ class GLOBE(nn.Module):
                     self.output_layout,
                 )
                 parts.append(torch.zeros_like(out).index_copy(0, chunk.order, out))
-            packed = torch.cat(parts) if parts else points.new_zeros(0, self.output_layout.n_columns)
+            if not parts:
+                # No points: empty fields, of which every parameter still has a gradient.
+                parts = [points.new_zeros(0, self.output_layout.n_columns) + _nothing(self).to(dtype)]
+            packed = torch.cat(parts)
             return self._calibrate(packed)
 
     def _boundaries(
@@ -482,7 +507,7 @@ class GLOBE(nn.Module):
         present = {table.branches[0].kernel for table in tables}
         for kernel in self.kernel_layers[layer].values():
             if not present & set(kernel.kernels.values()):
-                out = out + sum(parameter.sum() * 0 for parameter in kernel.parameters()).to(out.dtype)
+                out = out + _nothing(kernel).to(out.dtype)
         return out
 
     def _compress(self, packed: Float[Tensor, "n columns"]) -> Float[Tensor, "n columns"]:
@@ -515,6 +540,28 @@ class GLOBE(nn.Module):
 def _require(condition: bool, argument: str, found: Any, expected: str) -> None:
     if not condition:
         raise ValueError(f"{argument}: expected {expected}, found {found}")
+
+
+def _as_dict(boundary_meshes: Mapping[str, BoundaryMesh] | TensorDictBase) -> dict[str, BoundaryMesh]:
+    """A dict of meshes; the items of a TensorDict are wrapped, its entries by key are not."""
+    return {str(kind): boundary_meshes[kind] for kind in boundary_meshes.keys()}  # noqa: SIM118
+
+
+def _nothing(module: nn.Module) -> Tensor:
+    """A zero of which every parameter of a module has a gradient (of zero)."""
+    return torch.stack([parameter.sum() * 0 for parameter in module.parameters()]).sum()
+
+
+def _require_fitting(plans: Plans, points: Tensor, boundary_meshes: Mapping[str, BoundaryMesh]) -> None:
+    """Refuse plans of another number of points or faces; by shapes alone, without a device sync."""
+    planned = plans.prediction[-1].last if plans.prediction else 0
+    if planned != points.shape[0]:
+        raise ValueError(f"plans: built for {planned} prediction points, found {points.shape[0]}; build new ones")
+    sizes = plans.forest.point_offsets
+    faces = {kind: high - low for kind, low, high in zip(plans.kinds, sizes, sizes[1:], strict=False)}
+    found = {str(kind): mesh.n_faces for kind, mesh in boundary_meshes.items() if mesh.n_faces}
+    if faces != found:
+        raise ValueError(f"plans: built for the faces {faces}, found {found}; build new ones")
 
 
 def _with_groups(plan: InteractionPlan, points: Tensor, nodes: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from globe_lightning.fields import FieldLayout
 from globe_lightning.models.features import legendre, magnitude_and_direction, smooth_log
-from globe_lightning.models.networks import Weights, hidden_layers, make_network
+from globe_lightning.models.networks import START, Weights, hidden_layers, make_network
 
 
 @dataclass
@@ -125,6 +125,11 @@ class Kernel(nn.Module):
                 b += range(position + 2, position + 2 + 2 * self.n_vectors, 2)
                 position += 1 + 2 * self.n_vectors
         return torch.tensor([*scalars, *c0, *a, *b], dtype=torch.int64)
+
+    @torch.no_grad()
+    def start_positive(self, scalars: Sequence[int]) -> None:
+        """Let some scalar outputs (by their place among the sorted scalars) start positive, of the order of one."""
+        self.network.perceptron().linears()[-1].bias[self._output_rows[list(scalars)]] = START
 
     def weights(self, dtype: torch.dtype) -> Weights:
         """The network's weights in the precision of the products: source and pair columns apart, outputs ordered.

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from datamodules.airfrans import AirFRANSDataModule
     from datamodules.base import MeshDataModule
+    from datamodules.drivaerml import DrivAerMLDataModule
 
 _HOMES = {
     "AirFRANSDataModule": "datamodules.airfrans",
+    "DrivAerMLDataModule": "datamodules.drivaerml",
     "MeshDataModule": "datamodules.base",
 }
 
-__all__ = ["AirFRANSDataModule", "MeshDataModule"]
+__all__ = ["AirFRANSDataModule", "DrivAerMLDataModule", "MeshDataModule"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,6 @@ Layout: ``<root>/manifest.json`` with the lists ``full_train``, ``full_test``, `
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -26,7 +25,7 @@ from datamodules.airfrans_source import (
     VISCOSITY,
     AirFRANSSource,
 )
-from datamodules.base import MeshDataModule
+from datamodules.base import MeshDataModule, dataset_root
 from globe_lightning.sample import Sample, SampleSchema
 
 if TYPE_CHECKING:
@@ -154,20 +153,7 @@ class AirFRANSDataModule(MeshDataModule):
             ValueError: neither ``root`` nor the environment variable is set.
             FileNotFoundError: there is no such folder.
         """
-        if self.root == "samples":
-            return SAMPLES
-        value = self.root or os.environ.get(ENVIRONMENT_VARIABLE)
-        if not value:
-            raise ValueError(
-                f"root: not given. Pass the AirFRANS folder (the one with manifest.json) as root "
-                f"(--data.init_args.root), set the environment variable {ENVIRONMENT_VARIABLE} to it, or pass "
-                f'"samples" for the cases that ship with the package'
-            )
-        path = Path(value).expanduser()
-        if not path.is_dir():
-            origin = "root" if self.root else f"the environment variable {ENVIRONMENT_VARIABLE}"
-            raise FileNotFoundError(f"{path}: no such folder, named by {origin}; expected the one with manifest.json")
-        return path
+        return dataset_root(self.root, ENVIRONMENT_VARIABLE, SAMPLES, "AirFRANS", "manifest.json")
 
     def root_is_read_only(self, root: Path) -> bool:
         """The package's own folder is never written to."""

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
-from datamodules.dataset import Draws, MeshSource
+from datamodules.dataset import Draws, MeshSource, tensor
 from globe_lightning.mesh import BoundaryMesh
 from globe_lightning.sample import ForceSurface, Sample
 
@@ -288,11 +287,6 @@ class AirFRANSSource(MeshSource):
             shear_field=SHEAR,
             shear_sign=1.0,
         )
-
-
-def tensor(array: np.ndarray) -> Tensor:
-    """A torch copy of an array that may be a read-only memory map."""
-    return torch.from_numpy(np.array(array))
 
 
 def wall_polygons(mesh: Any, wall_ids: np.ndarray, path: Path) -> list[np.ndarray]:

@@ -9,19 +9,50 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, RandomSampler
 
 from datamodules.cache import CaseCache, user_cache_dir
-from datamodules.dataset import MeshDataset, MeshSource, Preparation, stable_seed
+from datamodules.dataset import MeshDataset, MeshSource, Preparation, PreparationError, stable_seed
 from globe_lightning.sample import SampleSchema
 
 SPLITS = ("train", "val", "test", "predict")
 MAX_WORKERS = 4
+
+
+def dataset_root(root: str | None, variable: str, samples: Path, dataset: str, marker: str) -> Path:
+    """A dataset's folder, from an argument or an environment variable.
+
+    Args:
+        root: the argument; "samples" names the cases that ship with the package; None asks the variable.
+        variable: the environment variable's name.
+        samples: the folder of the shipped cases.
+        dataset: the dataset's name, for messages.
+        marker: what stands in its folder, for messages.
+
+    Raises:
+        ValueError: neither is set.
+        FileNotFoundError: there is no such folder.
+    """
+    if root == "samples":
+        return samples
+    value = root or os.environ.get(variable)
+    if not value:
+        raise ValueError(
+            f"root: not given. Pass the {dataset} folder (the one with {marker}) as root (--data.init_args.root), set "
+            f'the environment variable {variable} to it, or pass "samples" for the cases that ship with the package'
+        )
+    path = Path(value).expanduser()
+    if not path.is_dir():
+        origin = "root" if root else f"the environment variable {variable}"
+        raise FileNotFoundError(f"{path}: no such folder, named by {origin}; expected the one with {marker}")
+    return path
 
 
 class EpochDataLoader(DataLoader):
@@ -89,6 +120,9 @@ class MeshDataModule(LightningDataModule, ABC):
         self.seed = seed
         self.datasets: dict[str, MeshDataset] = {}
 
+    #: Where the targets live in ``case_mesh``: "point" or "cell".
+    field_association: str = "point"
+
     # What a dataset brings.
 
     @abstractmethod
@@ -147,30 +181,53 @@ class MeshDataModule(LightningDataModule, ABC):
         return False
 
     def prepare(self, progress: bool = True, verify: bool = True) -> None:
-        """Fill the cache for every case of the task, and remove stale entries.
+        """Fill the cache for every case of the task, in parallel, and remove stale entries.
+
+        Entries that are there already are kept: after a kill it goes on where it stopped. A case that fails does not
+        stop the others.
 
         Args:
-            progress: show a bar.
+            progress: show a bar, and each failure as it comes.
             verify: compare checksums of entries that are there already.
+
+        Raises:
+            PreparationError: several cases failed; the message is a table of them with the reasons. Of a single case
+                that failed, its own error.
         """
         from tqdm.auto import tqdm
 
         source = self.make_source()
         cache = self.make_cache(source)
         cases = list(dict.fromkeys(case for names in self.splits().values() for case in names))
-        keys = {case: source.key(case) for case in cases}
-        missing = [case for case in cases if not cache.holds(case, keys[case], verify=verify)]
-        if missing:
-            workers = self._n_workers()
+        keys: dict[str, dict[str, Any]] = {}
+        failures: dict[str, Exception] = {}
+        for case in cases:
+            try:
+                keys[case] = source.key(case)
+            except OSError as error:
+                failures[case] = error
+        missing = [case for case, key in keys.items() if not cache.holds(case, key, verify=verify)]
+        with tqdm(
+            total=len(missing), desc=f"Preparing {source.name}", unit="case", disable=not (progress and missing)
+        ) as bar:
+            for case, error in failures.items():
+                bar.write(f"{case} failed: {error}") if progress else None
             loader = DataLoader(
                 Preparation(source, cache, missing, verify),
                 batch_size=None,
-                num_workers=workers if len(missing) > 4 * workers else 0,
+                num_workers=self._n_preparers(source, len(missing)),
             )
-            bar = tqdm(loader, total=len(missing), desc=f"Preparing {source.name}", unit="case", disable=not progress)
-            for _ in bar:
-                pass
-        cache.sweep([cache.path(case, key) for case, key in keys.items()], cases)
+            for case, failure in _until_a_worker_dies(loader) if missing else ():
+                if failure is not None:
+                    failures[case] = failure
+                    bar.write(f"{case} failed: {failure}") if progress else None
+                    bar.set_postfix(failed=len(failures))
+                bar.update()
+        cache.sweep([cache.path(case, key) for case, key in keys.items()], keys)
+        if len(failures) == 1:
+            raise next(iter(failures.values()))
+        if failures:
+            raise PreparationError(failures, len(cases))
 
     def prepare_data(self) -> None:
         """Lightning's hook, on one process a node: fills the cache. Assigns no state."""
@@ -192,6 +249,15 @@ class MeshDataModule(LightningDataModule, ABC):
         for split in wanted:
             self.datasets[split] = MeshDataset(source, cache, names[split], split, self.seed)
 
+    def _n_preparers(self, source: MeshSource, n_cases: int) -> int:
+        """Processes that fill the cache: no training runs beside them, but memory bounds them."""
+        wanted = self.num_workers
+        if wanted is None:
+            memory = psutil.virtual_memory().available // source.preparation_bytes
+            wanted = max(0, min(_cpus() // self._ranks(), memory))
+            wanted = 0 if wanted == 1 else wanted  # one process more would only cost its start
+        return min(wanted, n_cases // source.cases_per_preparer)
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the training draws, in a loop without a trainer."""
         if "train" in self.datasets:
@@ -200,11 +266,11 @@ class MeshDataModule(LightningDataModule, ABC):
     def _n_workers(self) -> int:
         if self.num_workers is not None:
             return self.num_workers
-        affinity = getattr(os, "sched_getaffinity", None)
-        cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
+        return max(0, min(MAX_WORKERS, _cpus() // self._ranks() - 1))
+
+    def _ranks(self) -> int:
         trainer = self.trainer
-        ranks = trainer.num_devices if trainer is not None else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        return max(0, min(MAX_WORKERS, cpus // max(1, ranks) - 1))
+        return max(1, trainer.num_devices if trainer is not None else int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
     def _dataloader_factory(self, split: str) -> DataLoader:
         if split not in self.datasets:
@@ -237,3 +303,20 @@ class MeshDataModule(LightningDataModule, ABC):
     def predict_dataloader(self) -> DataLoader:
         """The cases of ``predict_split`` at all points."""
         return self._dataloader_factory("predict")
+
+
+def _cpus() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _until_a_worker_dies(loader: DataLoader) -> Iterator[Any]:
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if "worker" not in str(error):
+            raise
+        raise OSError(
+            f"a preparing process died, for lack of memory perhaps ({error}). What is done is kept: run again to go "
+            f"on, with a smaller num_workers"
+        ) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,11 @@ def stable_seed(*keys: Any) -> int:
     """A 63-bit seed that depends on the keys' text alone: the same in every process, on every machine."""
     text = json.dumps([str(key) for key in keys])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def tensor(array: np.ndarray) -> torch.Tensor:
+    """A torch copy of an array that may be a read-only memory map."""
+    return torch.from_numpy(np.array(array))
 
 
 class Draws:
@@ -61,6 +67,9 @@ class MeshSource(ABC):
     name: str = "mesh"
     #: Raise it whenever :meth:`derive` computes something else, so that old cache entries turn stale.
     derivation_version: int = 1
+    #: Memory that deriving one case takes at most, in bytes, and how many cases are worth a process's start.
+    preparation_bytes: int = 500_000_000
+    cases_per_preparer: int = 4
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
@@ -144,8 +153,26 @@ class MeshDataset(Dataset[Sample]):
         return self.source.sample(case, index, self.arrays(case), draws)
 
 
+class PreparationError(ValueError):
+    """Cases that could not be prepared.
+
+    Args:
+        failures: {case: its error}.
+        n_cases: how many cases there are in all.
+    """
+
+    def __init__(self, failures: Mapping[str, Exception], n_cases: int) -> None:
+        self.failures = dict(failures)
+        width = max(map(len, failures))
+        table = "\n".join(f"  {case:<{width}}  {error}" for case, error in failures.items())
+        super().__init__(
+            f"{len(failures)} of {n_cases} cases could not be prepared; the others are ready. Mend these or leave them "
+            f"out of the split:\n{table}"
+        )
+
+
 class Preparation(Dataset):
-    """Item i fills the cache for case i: lets a loader's workers share the work."""
+    """Item i fills the cache for case i and is (case, its error or None): lets a loader's workers share the work."""
 
     def __init__(self, source: MeshSource, cache: CaseCache, cases: Sequence[str], verify: bool) -> None:
         self.source, self.cache, self.cases, self.verify = source, cache, list(cases), verify
@@ -153,7 +180,14 @@ class Preparation(Dataset):
     def __len__(self) -> int:
         return len(self.cases)
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index: int) -> tuple[str, Exception | None]:
         case = self.cases[index]
-        self.cache.load(case, self.source.key(case), lambda: self.source.derive(case), verify=self.verify)
-        return case
+        try:
+            self.cache.load(case, self.source.key(case), lambda: self.source.derive(case), verify=self.verify)
+        except (OSError, ValueError) as error:
+            return case, error
+        except Exception as error:
+            # An unforeseen error travels as text: not every exception can be sent between processes.
+            trace = "".join(traceback.format_exception(error))
+            return case, RuntimeError(f"{type(error).__name__}: {error}\n{trace}")
+        return case, None

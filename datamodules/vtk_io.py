@@ -94,8 +94,9 @@ def named_array(
     path: str | os.PathLike[str],
     association: str = "point",
     components: int = 1,
+    dtype: type[np.floating] = np.float64,
 ) -> np.ndarray:
-    """A mesh's array by name, in float64, checked.
+    """A mesh's array by name, checked.
 
     Args:
         mesh: the mesh, as read.
@@ -103,6 +104,7 @@ def named_array(
         path: the mesh's file, for messages.
         association: "point" or "cell".
         components: 1 gives (n,), more gives (n, components).
+        dtype: the precision; an array that has it already is not copied.
 
     Raises:
         ValueError: the array is missing, has another shape or is not numeric, or holds NaN or infinity.
@@ -118,7 +120,7 @@ def named_array(
         raise ValueError(f"{path}: {association} array {name!r} has shape {value.shape}, expected {expected}")
     if not np.issubdtype(value.dtype, np.number):
         raise ValueError(f"{path}: {association} array {name!r} has type {value.dtype}, expected numbers")
-    value = value.astype(np.float64)
+    value = value.astype(dtype, copy=False)
     bad = int((~np.isfinite(value)).reshape(n, -1).any(axis=1).sum())
     if bad:
         raise ValueError(

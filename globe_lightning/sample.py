@@ -23,20 +23,22 @@ from globe_lightning.mesh import BoundaryMesh
 class ForceSurface:
     """How surface fields at prediction points integrate to force coefficients.
 
-    A face's values are the means over its corner points. With A_f the area vector of face f, outward into the fluid:
-    ``C = sum_f (-C_p,f A_f + shear_sign * C_f,f |A_f|) . direction / reference_area``.
+    A face's values are the means over its corner points. With A_f the area vector of face f, outward into the fluid,
+    and a_f its area: ``C = sum_f (-C_p,f A_f + shear_sign * C_f,f a_f) . direction_f / reference_area``.
 
     Attributes:
         point_indices: rows of ``Sample.prediction_points`` at the corners of each face, (n_faces, n_corners); one
             column if the fields live at face centres.
         area_vectors: area times unit normal into the fluid, (n_faces, D) [m or m^2].
-        directions: unit vector of each coefficient, {"Cd": (D,), "Cl": (D,)}.
+        directions: vector of each coefficient, {"Cd": (D,), "Cl": (D,)}; one per face, (n_faces, D), makes a moment.
         reference_areas: {name suffix: area [m^2, or m in 2D]}; the suffix "" names the main choice, e.g.
             {"": 1.0} or {"": 2.17, "_own": 2.2}.
         pressure_field: name of the pressure coefficient among the fields.
         shear_field: name of the wall shear coefficient among the fields.
         shear_sign: +1 if the shear field is the force on the body, -1 if its opposite.
         solver_coefficients: the solver's own values where known, {"Cd": 0.31}.
+        areas: a_f, (n_faces,) [m or m^2]; None takes |A_f|. A "face" that gathers parts of curved surface around a
+            point has more area than its area vector is long.
     """
 
     point_indices: Int[Tensor, "faces corners"]
@@ -47,6 +49,7 @@ class ForceSurface:
     shear_field: str = "C_f"
     shear_sign: float = 1.0
     solver_coefficients: dict[str, float] = field(default_factory=dict)
+    areas: Float[Tensor, " faces"] | None = None
 
     def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> ForceSurface:
         """Move in place to a device; returns itself."""
@@ -172,4 +175,4 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return value
+    return value.tolist() if isinstance(value, Tensor) else value

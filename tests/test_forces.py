@@ -88,3 +88,24 @@ def test_missing_fields_are_named():
         force_coefficients(surface, {"C_p": points[:, 0]})
     assert can_integrate(surface, ["C_p", "C_f"]) and not can_integrate(surface, ["C_p"])
     assert not can_integrate(None, ["C_p", "C_f"])
+
+
+def test_a_direction_per_face_integrates_a_moment():
+    surface, points = circle()
+    middles = points[surface.point_indices].mean(dim=1)
+    # The moment about the origin of a force f at x is x_0 f_1 - x_1 f_0.
+    surface.directions["M"] = torch.stack([-middles[:, 1], middles[:, 0]], dim=1)
+    tangent = 0.01 * torch.stack([-points[:, 1], points[:, 0]], dim=1) / 0.5
+    forces = force_coefficients(surface, {"C_p": points[:, 0] * 3, "C_f": tangent})
+    assert float(forces.friction["M"]) == pytest.approx(0.01 * 0.5 * math.pi, rel=1e-3), "shear times arm times length"
+    assert abs(float(forces.pressure["M"])) < 1e-12, "pressure acts through the middle"
+
+
+def test_areas_of_their_own_serve_the_friction_alone():
+    surface, points = circle()
+    fields = {"C_p": points[:, 0], "C_f": torch.ones(len(points), 2).double()}
+    before = force_coefficients(surface, fields)
+    surface.areas = 3 * surface.area_vectors.norm(dim=1)
+    after = force_coefficients(surface, fields)
+    assert float(after.friction["Cd"]) == pytest.approx(3 * float(before.friction["Cd"]))
+    assert after.pressure == before.pressure

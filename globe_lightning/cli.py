@@ -1,17 +1,26 @@
 """The command line: ``globe fit | validate | test | predict | prepare --config CONFIG [--key value ...]``."""
 
+# ruff: noqa: E402 - the allocator is configured before torch is imported
+
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
-if not any(os.environ.get(name) for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")):
-    # Segments that grow keep memory from fragmenting under cases of ever-changing size. Every torch reads the older
-    # of the two names; a setting of the user's under either is left alone.
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+def configure_allocator(environment: MutableMapping[str, str]) -> None:
+    """Let the CUDA allocator's segments grow, unless the user has set something under either of its names.
+
+    Cases of ever-changing size fragment fixed segments. Every torch reads the older of the two names.
+    """
+    if not any(environment.get(name) for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")):
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
+configure_allocator(os.environ)
 
 import lightning.pytorch as pl
 import torch

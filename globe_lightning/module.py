@@ -147,7 +147,7 @@ class GlobeLightningModule(pl.LightningModule):
         self.schema = SampleSchema(**{name: values[name] for name in SCHEMA_ARGUMENTS if values[name] is not None})
         self.field_ranks = flatten_ranks(output_field_ranks, "output_field_ranks")
         self.network = GLOBE(**{name: values[name] for name in NETWORK_ARGUMENTS})
-        self._start_at_scales(complete_scales(loss_scales, self.field_ranks))
+        self._start_at_scales(complete_scales(loss_scales, list(self.field_ranks)))
         self.latest_prediction: dict[str, Tensor] | None = None
         self._step_report: tuple[str, Tensor] | None = None
         self.configure_losses()
@@ -158,7 +158,8 @@ class GlobeLightningModule(pl.LightningModule):
     @torch.no_grad()
     def _start_at_scales(self, scales: dict[str, float]) -> None:
         """Let each field's calibration start at the field's scale in the loss: a sensible size from the first step."""
-        for name, transform in zip(self.field_ranks, self.network.final_field_transforms, strict=True):
+        transforms: Any = self.network.final_field_transforms
+        for name, transform in zip(self.field_ranks, transforms, strict=True):
             transform.weight.fill_(scales[name])
 
     def configure_losses(self) -> None:

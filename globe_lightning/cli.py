@@ -21,6 +21,8 @@ def configure_allocator(environment: MutableMapping[str, str]) -> None:
 
 
 configure_allocator(os.environ)
+# OpenMP threads that spin while they wait cost several times the work on shared cores; read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import lightning.pytorch as pl
 import torch

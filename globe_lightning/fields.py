@@ -76,7 +76,7 @@ def nested_keys(ranks: Mapping[str, Any] | None) -> dict[str, tuple[str, ...]]:
             else:
                 paths[".".join(path)] = path
 
-    visit(ranks or {}, ())
+    visit({} if ranks is None else ranks, ())
     return dict(sorted(paths.items()))
 
 

@@ -17,9 +17,14 @@ from globe_lightning.mesh import BoundaryMesh
 
 
 class NumberChecks:
-    """Counts of bad numbers, gathered without a sync and judged with one."""
+    """Counts of bad numbers, gathered without a sync and judged with one.
 
-    def __init__(self) -> None:
+    Args:
+        dtype: precision in which the numbers will be used; what overflows in it is infinite. None for their own.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
         self._counts: list[Tensor] = []
         self._messages: list[str] = []
 
@@ -31,7 +36,8 @@ class NumberChecks:
     def finite(self, value: Tensor, name: str) -> None:
         """Demand finite entries."""
         if value.is_floating_point() and value.numel():
-            self.add(~torch.isfinite(value), f"{name}: {{count}} of {{total}} entries are NaN or infinite; remove them")
+            bad = ~torch.isfinite(value.to(dtype=self.dtype))
+            self.add(bad, f"{name}: {{count}} of {{total}} entries are NaN or infinite; remove them")
 
     def judge(self) -> None:
         """Raise a ValueError that lists everything found; one device sync."""
@@ -121,7 +127,7 @@ def check_conditions(
             f"reference_lengths: expected {reference_length_names}, found {sorted(given)} (reference_length_names)"
         )
     for name in reference_length_names:
-        length = torch.as_tensor(reference_lengths[name])
+        length = torch.as_tensor(reference_lengths[name], dtype=checks.dtype)
         if length.numel() != 1:
             raise ValueError(f"reference_lengths[{name!r}]: expected one number, found shape {tuple(length.shape)}")
         checks.add(

@@ -210,17 +210,17 @@ class MeshDataModule(LightningDataModule, ABC):
         with tqdm(
             total=len(missing), desc=f"Preparing {source.name}", unit="case", disable=not (progress and missing)
         ) as bar:
-            for case, error in failures.items():
-                bar.write(f"{case} failed: {error}") if progress else None
+            for case, failure in failures.items():
+                bar.write(f"{case} failed: {failure}") if progress else None
             loader = DataLoader(
                 Preparation(source, cache, missing, verify),
                 batch_size=None,
                 num_workers=self._n_preparers(source, len(missing)),
             )
-            for case, failure in _until_a_worker_dies(loader) if missing else ():
-                if failure is not None:
-                    failures[case] = failure
-                    bar.write(f"{case} failed: {failure}") if progress else None
+            for case, found in _until_a_worker_dies(loader) if missing else ():
+                if found is not None:
+                    failures[case] = found
+                    bar.write(f"{case} failed: {found}") if progress else None
                     bar.set_postfix(failed=len(failures))
                 bar.update()
         cache.sweep([cache.path(case, key) for case, key in keys.items()], keys)

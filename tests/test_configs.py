@@ -34,10 +34,13 @@ def test_every_config_trains_and_tests(path, tmp_path, monkeypatch):
         "--trainer.limit_val_batches=1",
         "--trainer.check_val_every_n_epoch=1",
         "--data.init_args.n_validation_points=200",
+        "--data.init_args.n_boundary_faces=64",
         "--model.hidden_layer_sizes=[8]",
         "--trainer.accelerator=cpu",
         "--trainer.devices=1",
     ]
+    if path.stem.startswith("drivaer"):
+        short.append("--data.init_args.n_floor_cells=3")
     main(["fit", *short])
     name = yaml.safe_load(path.read_text(encoding="utf-8"))["run"]["name"]
     run = Path("runs") / name
@@ -45,11 +48,12 @@ def test_every_config_trains_and_tests(path, tmp_path, monkeypatch):
     main(["validate", *short])
 
 
-def test_the_full_size_recipe_asks_for_its_data(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "variable"), [("airfrans", "AIRFRANS_DATA_DIR"), ("drivaer", "DRIVAER_DATA_DIR")])
+def test_the_full_size_recipes_ask_for_their_data(tmp_path, monkeypatch, name, variable):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("AIRFRANS_DATA_DIR", raising=False)
-    with pytest.raises(SystemExit, match="AIRFRANS_DATA_DIR"):
-        main(["fit", "--config=configs/airfrans.yaml", "--trainer.accelerator=cpu", "--trainer.devices=1"])
+    monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(SystemExit, match=variable):
+        main(["fit", f"--config=configs/{name}.yaml", "--trainer.accelerator=cpu", "--trainer.devices=1"])
 
 
 def test_the_full_size_recipe_is_that_of_the_benchmark():
@@ -59,3 +63,14 @@ def test_the_full_size_recipe_is_that_of_the_benchmark():
     assert model["hidden_layer_sizes"] == [128, 128, 128] and model["theta"] == 0
     assert model["plateau_patience_steps"] == 1600 and model["min_lr_factor"] == 1 / 64
     assert config["data"]["init_args"]["n_train_points"] == 2048
+
+
+def test_the_full_size_car_recipe_is_that_of_the_benchmark():
+    config = yaml.safe_load((shipped_configs() / "drivaer.yaml").read_text(encoding="utf-8"))
+    model, data = config["model"], config["data"]["init_args"]
+    assert config["trainer"]["precision"] == "bf16-mixed" and config["trainer"]["gradient_clip_val"] == 1
+    assert model["hidden_layer_sizes"] == [256] * 3 and model["theta"] == 1 and model["expand_far_targets"]
+    assert (model["n_latent_scalars"], model["n_latent_vectors"], model["n_spherical_harmonics"]) == (8, 4, 4)
+    assert model["plateau_patience_steps"] == 1600 and model["min_lr_factor"] == 1 / 64
+    assert float(model["lr"]) == 1e-2 and model["loss_scales"] == {"C_p": 1, "C_f": 0.01}
+    assert data["n_train_points"] == data["n_boundary_faces"] == 80_000

@@ -8,7 +8,7 @@ the last hyperlayer evaluates the output fields at the prediction points.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -286,6 +286,19 @@ class GLOBE(nn.Module):
         Raises:
             TypeError, ValueError: something of the sample does not fit; see ``validation``.
         """
+        plans, forest = self._plan_faces(prediction_points, boundary_meshes, reference_lengths, global_data)
+        for first, last in self._chunks(prediction_points.shape[0], forest.n_points, prediction_chunk_size):
+            plans.prediction.append(self._plan_chunk(prediction_points, first, last, forest))
+        return plans
+
+    def _plan_faces(
+        self,
+        prediction_points: Float[Tensor, "n dims"],
+        boundary_meshes: Mapping[str, BoundaryMesh],
+        reference_lengths: Mapping[str, Any] | None,
+        global_data: Mapping[str, Any] | TensorDictBase | None,
+    ) -> tuple[Plans, ClusterForest]:
+        """Check a sample; plans without those of prediction points, and the forest where trees are built."""
         boundary_meshes = _as_dict(boundary_meshes)
         checks = NumberChecks(self.geometry_dtype)
         check_geometry(checks, prediction_points, boundary_meshes, self.source_layouts, self.n_spatial_dims)
@@ -293,28 +306,38 @@ class GLOBE(nn.Module):
             check_conditions(checks, reference_lengths, self.reference_length_names, global_data, self.global_layout)
         checks.judge()
         device = prediction_points.device
-        build = self.tree_build_device or device
         dtype = self.geometry_dtype
         with torch.autocast(device.type, enabled=False):
             kinds = [kind for kind in self.source_layouts if kind in boundary_meshes and boundary_meshes[kind].n_faces]
+            build = self.tree_build_device or device
             faces = [boundary_meshes[kind].to(dtype=dtype).positions.to(build) for kind in kinds]
             forest = build_forest(faces, self.leaf_size)
             if forest.n_points == 1 and self.n_communication_hyperlayers:
                 warnings.warn(
                     "boundary_meshes: one face in all; a face does not act on itself, so that the communication "
                     "layers pass on nothing and every prediction is its field's constant offset",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
             communication = build_plan(forest, forest, self.theta, self.expand_far_targets)
-            n, size = prediction_points.shape[0], self._chunk_size(prediction_chunk_size, forest.n_points)
-            prediction = []
-            for first in range(0, n, max(1, size or n)):
-                last = min(n, first + (size or n))
-                points = prediction_points[first:last].to(device=build, dtype=dtype)
-                tree = build_forest([points], self.leaf_size)
-                plan = build_plan(tree, forest, self.theta, self.expand_far_targets)
-                prediction.append(PredictionPlan(first, last, tree.order.to(device), plan.to(device)))
-        return Plans(kinds, forest.to(device), communication.to(device), prediction)
+            return Plans(kinds, forest.to(device), communication.to(device), []), forest
+
+    def _chunks(
+        self, n_points: int, n_faces: int, requested: int | Literal["auto"] | None
+    ) -> Iterator[tuple[int, int]]:
+        """First and last row (the latter not included) of every chunk of prediction points; all points are in one."""
+        size = self._chunk_size(requested, n_faces) or max(1, n_points)
+        for first in range(0, n_points, size):
+            yield first, min(n_points, first + size)
+
+    def _plan_chunk(
+        self, points: Float[Tensor, "n dims"], first: int, last: int, forest: ClusterForest
+    ) -> PredictionPlan:
+        device = points.device
+        with torch.autocast(device.type, enabled=False):
+            own = points[first:last].to(device=forest.order.device, dtype=self.geometry_dtype)
+            tree = build_forest([own], self.leaf_size)
+            plan = build_plan(tree, forest, self.theta, self.expand_far_targets)
+        return PredictionPlan(first, last, tree.order.to(device), plan.to(device))
 
     def _chunk_size(self, requested: int | Literal["auto"] | None, n_faces: int) -> int | None:
         if requested == "auto":
@@ -357,7 +380,66 @@ class GLOBE(nn.Module):
             )
         else:
             _require_fitting(plans, prediction_points, boundary_meshes)
-        device, dtype = prediction_points.device, self.geometry_dtype
+        device = prediction_points.device
+        use_nodes = any(chunk.plan.uses_source_nodes for chunk in plans.prediction)
+        tables = self._communicate(boundary_meshes, reference_lengths, global_data, plans, device, use_nodes)
+        parts = [self._evaluate_chunk(prediction_points, chunk, tables) for chunk in plans.prediction]
+        if not parts:
+            # No points: empty fields, of which every parameter still has a gradient.
+            empty = torch.zeros(0, self.output_layout.n_columns, dtype=self.geometry_dtype, device=device)
+            parts = [empty + _nothing(self).to(empty.dtype)]
+        with torch.autocast(device.type, enabled=False):
+            return self._calibrate(torch.cat(parts))
+
+    @torch.no_grad()
+    def predict_chunks(
+        self,
+        prediction_points: Float[Tensor, "n dims"],
+        boundary_meshes: Mapping[str, BoundaryMesh],
+        reference_lengths: Mapping[str, Any],
+        global_data: Mapping[str, Any] | TensorDictBase | None = None,
+        prediction_chunk_size: int | Literal["auto"] | None = "auto",
+    ) -> Iterator[TensorDict]:
+        """The fields of :meth:`forward`, chunk after chunk, without gradients and in bounded memory.
+
+        The communication layers are evaluated once; the plan of a chunk lives while that chunk is evaluated.
+
+        Args: those of :meth:`forward`.
+
+        Yields:
+            The fields of the next points, in their order.
+        """
+        device = prediction_points.device
+        boundary_meshes = _as_dict(boundary_meshes)
+        plans, forest = self._plan_faces(prediction_points, boundary_meshes, reference_lengths, global_data)
+        tables = self._communicate(boundary_meshes, reference_lengths, global_data, plans, device, self.theta > 0)
+        for first, last in self._chunks(prediction_points.shape[0], forest.n_points, prediction_chunk_size):
+            packed = self._evaluate_chunk(
+                prediction_points, self._plan_chunk(prediction_points, first, last, forest), tables
+            )
+            # Left before yielding: the caller's own autocast is in force while it holds the fields.
+            with torch.autocast(device.type, enabled=False):
+                fields = self._calibrate(packed)
+            yield fields
+
+    def _communicate(
+        self,
+        boundary_meshes: Mapping[str, BoundaryMesh],
+        reference_lengths: Mapping[str, Any],
+        global_data: Mapping[str, Any] | TensorDictBase | None,
+        plans: Plans,
+        device: torch.device,
+        use_nodes: bool,
+    ) -> list[SourceTable]:
+        """Evaluate the communication layers: the sources of the last one.
+
+        Args:
+            boundary_meshes, reference_lengths, global_data: those of :meth:`forward`.
+            plans: those of the sample; its prediction plans are not looked at.
+            device: the sample's.
+            use_nodes: whether the last layer refers to nodes.
+        """
+        dtype = self.geometry_dtype
         autocast = torch.is_autocast_enabled(device.type)
         product_dtype = (
             torch.get_autocast_dtype(device.type) if autocast else self.final_field_transforms[0].weight.dtype
@@ -370,41 +452,33 @@ class GLOBE(nn.Module):
             name: value.to(device=device, dtype=dtype).reshape(self.global_layout.shape(name))
             for name, value in flatten_data(global_data).items()
         }
-        points = prediction_points.to(dtype)
         with torch.autocast(device.type, enabled=False):
-            boundaries = self._boundaries(boundary_meshes, plans, dtype)
+            boundaries = self._boundaries(boundary_meshes, plans, dtype, use_nodes)
             face_targets = [_face_targets(plans, boundaries, source) for source in boundaries]
             latents: Tensor | None = None
             for layer in range(self.n_communication_hyperlayers):
                 tables = self._tables(layer, plans, boundaries, latents, lengths, conditions, product_dtype)
                 out = self._evaluate(layer, plans.communication, face_targets, tables, self.latent_layout)
                 latents = self._compress(out)
-            tables = self._tables(
+            return self._tables(
                 self.n_communication_hyperlayers, plans, boundaries, latents, lengths, conditions, product_dtype
             )
-            parts = []
-            for chunk in plans.prediction:
-                own = points[chunk.first : chunk.last].index_select(0, chunk.order)
-                targets = _point_targets(chunk.plan, own)
-                out = self._evaluate(
-                    self.n_communication_hyperlayers,
-                    chunk.plan,
-                    [targets] * len(boundaries),
-                    tables,
-                    self.output_layout,
-                )
-                parts.append(torch.zeros_like(out).index_copy(0, chunk.order, out))
-            if not parts:
-                # No points: empty fields, of which every parameter still has a gradient.
-                parts = [points.new_zeros(0, self.output_layout.n_columns) + _nothing(self).to(dtype)]
-            packed = torch.cat(parts)
-            return self._calibrate(packed)
+
+    def _evaluate_chunk(
+        self, points: Float[Tensor, "n dims"], chunk: PredictionPlan, tables: list[SourceTable]
+    ) -> Float[Tensor, "chunk columns"]:
+        """The last layer at the points of a chunk, packed, in the order of the points."""
+        with torch.autocast(points.device.type, enabled=False):
+            own = points[chunk.first : chunk.last].to(self.geometry_dtype).index_select(0, chunk.order)
+            targets = [_point_targets(chunk.plan, own)] * len(tables)
+            out = self._evaluate(self.n_communication_hyperlayers, chunk.plan, targets, tables, self.output_layout)
+            return torch.zeros_like(out).index_copy(0, chunk.order, out)
 
     def _boundaries(
-        self, boundary_meshes: Mapping[str, BoundaryMesh], plans: Plans, dtype: torch.dtype
+        self, boundary_meshes: Mapping[str, BoundaryMesh], plans: Plans, dtype: torch.dtype, use_nodes: bool
     ) -> list[_Boundary]:
         forest, out = plans.forest, []
-        use_nodes = plans.communication.uses_source_nodes or any(c.plan.uses_source_nodes for c in plans.prediction)
+        use_nodes = use_nodes or plans.communication.uses_source_nodes
         for tree, kind in enumerate(plans.kinds):
             mesh = boundary_meshes[kind].to(dtype=dtype)
             first, last = forest.point_offsets[tree : tree + 2]

@@ -53,6 +53,7 @@ def flatten_data(data: Mapping[str, Any] | TensorDictBase | None) -> dict[str, T
     flat: dict[str, Tensor] = {}
 
     def visit(node: Mapping[str, Any] | TensorDictBase, prefix: str) -> None:
+        value: Any
         for name, value in node.items():
             if isinstance(value, (Mapping, TensorDictBase)):
                 visit(value, f"{prefix}{name}.")

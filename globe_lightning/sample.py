@@ -150,12 +150,12 @@ class SampleSchema:
                 f"reference_length_names: the model has {list(self.reference_length_names)}, "
                 f"the data {list(other.reference_length_names)} (the order counts)"
             )
-        mine, theirs = self.boundary_source_data_ranks, other.boundary_source_data_ranks
-        for kind in sorted(set(theirs) - set(mine)):
-            lines.append(f"boundary_source_data_ranks: the data have type {kind!r}, the model declares {sorted(mine)}")
-        for kind in sorted(set(theirs) & set(mine)):
+        model, data = self.boundary_source_data_ranks, other.boundary_source_data_ranks
+        for kind in sorted(set(data) - set(model)):
+            lines.append(f"boundary_source_data_ranks: the data have type {kind!r}, the model declares {sorted(model)}")
+        for kind in sorted(set(data) & set(model)):
             name = f"boundary_source_data_ranks[{kind!r}]"
-            lines += _rank_differences(name, flatten_ranks(mine[kind], name), flatten_ranks(theirs[kind], name))
+            lines += _rank_differences(name, flatten_ranks(model[kind], name), flatten_ranks(data[kind], name))
         return lines
 
 

@@ -26,7 +26,7 @@ from helpers import (
 )
 from tensordict import TensorDict
 
-import globe_lightning.models.globe as globe_module
+import globe_lightning.models.plans as plans_module
 from globe_lightning import GLOBE, BoundaryMesh, SampleSchema
 
 NAN, INF = float("nan"), float("inf")
@@ -205,7 +205,7 @@ def test_bad_input_is_refused_before_any_computation(name: str, monkeypatch: pyt
     def too_late(*_: Any) -> None:
         pytest.fail("a tree was built from bad input")
 
-    monkeypatch.setattr(globe_module, "build_forest", too_late)
+    monkeypatch.setattr(plans_module, "build_forest", too_late)
     change, message = BAD_INPUT[name]
     case = make_case(2)
     change(case)

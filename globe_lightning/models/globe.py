@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,69 +18,16 @@ from torch import Tensor, nn
 
 from globe_lightning.fields import FieldLayout, flatten_data
 from globe_lightning.mesh import BoundaryMesh
+from globe_lightning.models.boundaries import Boundary, face_table, point_table, sort_boundaries
 from globe_lightning.models.features import magnitude_and_direction
 from globe_lightning.models.interactions import SourceTable, evaluate_plan
 from globe_lightning.models.kernel import SourceVectors
 from globe_lightning.models.multiscale import MultiscaleKernel, module_key
-from globe_lightning.tree.cluster_tree import ClusterForest, build_forest
-from globe_lightning.tree.plan import InteractionPlan, build_plan
+from globe_lightning.models.plans import Planner, Plans, PredictionPlan, require_fitting
+from globe_lightning.tree.cluster_tree import ClusterForest
+from globe_lightning.tree.plan import InteractionPlan
 from globe_lightning.tree.prefix_sums import range_means, range_sums
 from globe_lightning.validation import NumberChecks, check_conditions, check_geometry
-
-# At theta = 0 the result does not depend on the chunks, so "auto" need not follow the number of faces.
-EXACT_CHUNK = 16384
-
-
-@dataclass
-class PredictionPlan:
-    """One chunk of prediction points: its rows, their sorted order and its interactions with the boundary."""
-
-    first: int
-    last: int
-    order: Tensor
-    plan: InteractionPlan
-
-
-@dataclass
-class Plans:
-    """Trees and interaction plans of a sample: pure geometry, indices only.
-
-    Attributes:
-        kinds: boundary types that have faces, in the order of the forest's trees.
-        forest: trees over the faces of those types.
-        communication: interactions of all faces with all faces.
-        prediction: one plan a chunk of prediction points.
-    """
-
-    kinds: list[str]
-    forest: ClusterForest
-    communication: InteractionPlan
-    prediction: list[PredictionPlan]
-
-    @property
-    def n_evaluations(self) -> dict[str, int]:
-        """Kernel evaluations per branch and layer, {"communication": …, "prediction": …}."""
-        return {
-            "communication": self.communication.n_evaluations,
-            "prediction": sum(chunk.plan.n_evaluations for chunk in self.prediction),
-        }
-
-
-@dataclass
-class _Boundary:
-    """The faces of one type in tree order: what stays the same from layer to layer."""
-
-    kind: str
-    first_point: int
-    n_points: int
-    first_node: int
-    n_nodes: int
-    positions: Tensor
-    areas: Tensor
-    fields: dict[str, Tensor]
-    start: Tensor
-    end: Tensor
-    node_positions: Tensor
 
 
 class FieldCalibration(nn.Module):
@@ -132,6 +78,9 @@ class GLOBE(nn.Module):
     Raises:
         ValueError: an argument is out of range; the message names it.
     """
+
+    reference_area: Tensor
+    smoothing_radius: Tensor
 
     def __init__(
         self,
@@ -246,7 +195,8 @@ class GLOBE(nn.Module):
         """Let strengths start positive like those of the first layer: else each layer starts near zero."""
         names = self.latent_layout.scalars
         strengths = [i for i, name in enumerate(names) if name.startswith("strengths.")]
-        for layer in list(self.kernel_layers)[:-1]:
+        layers: Any = self.kernel_layers
+        for layer in layers[:-1]:
             for multiscale in layer.values():
                 for kernel in multiscale.kernels.values():
                     kernel.start_positive(strengths)
@@ -262,7 +212,12 @@ class GLOBE(nn.Module):
     @property
     def geometry_dtype(self) -> torch.dtype:
         """Precision of coordinates, features and sums: the parameters', but float32 at least."""
-        return torch.promote_types(self.final_field_transforms[0].weight.dtype, torch.float32)
+        return torch.promote_types(self.parameter_dtype, torch.float32)
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """Precision of the parameters."""
+        return next(self.parameters()).dtype
 
     @torch.no_grad()
     def build_plans(
@@ -287,9 +242,14 @@ class GLOBE(nn.Module):
             TypeError, ValueError: something of the sample does not fit; see ``validation``.
         """
         plans, forest = self._plan_faces(prediction_points, boundary_meshes, reference_lengths, global_data)
-        for first, last in self._chunks(prediction_points.shape[0], forest.n_points, prediction_chunk_size):
-            plans.prediction.append(self._plan_chunk(prediction_points, first, last, forest))
+        planner = self._planner(prediction_points.device)
+        for first, last in planner.chunks(prediction_points.shape[0], forest.n_points, prediction_chunk_size):
+            plans.prediction.append(planner.plan_points(prediction_points, first, last, forest))
         return plans
+
+    def _planner(self, device: torch.device) -> Planner:
+        build = self.tree_build_device or device
+        return Planner(self.theta, self.leaf_size, self.expand_far_targets, build, device, self.geometry_dtype)
 
     def _plan_faces(
         self,
@@ -305,46 +265,17 @@ class GLOBE(nn.Module):
         if reference_lengths is not None:
             check_conditions(checks, reference_lengths, self.reference_length_names, global_data, self.global_layout)
         checks.judge()
-        device = prediction_points.device
-        dtype = self.geometry_dtype
-        with torch.autocast(device.type, enabled=False):
-            kinds = [kind for kind in self.source_layouts if kind in boundary_meshes and boundary_meshes[kind].n_faces]
-            build = self.tree_build_device or device
-            faces = [boundary_meshes[kind].to(dtype=dtype).positions.to(build) for kind in kinds]
-            forest = build_forest(faces, self.leaf_size)
-            if forest.n_points == 1 and self.n_communication_hyperlayers:
-                warnings.warn(
-                    "boundary_meshes: one face in all; a face does not act on itself, so that the communication "
-                    "layers pass on nothing and every prediction is its field's constant offset",
-                    stacklevel=3,
-                )
-            communication = build_plan(forest, forest, self.theta, self.expand_far_targets)
-            return Plans(kinds, forest.to(device), communication.to(device), []), forest
-
-    def _chunks(
-        self, n_points: int, n_faces: int, requested: int | Literal["auto"] | None
-    ) -> Iterator[tuple[int, int]]:
-        """First and last row (the latter not included) of every chunk of prediction points; all points are in one."""
-        size = self._chunk_size(requested, n_faces) or max(1, n_points)
-        for first in range(0, n_points, size):
-            yield first, min(n_points, first + size)
-
-    def _plan_chunk(
-        self, points: Float[Tensor, "n dims"], first: int, last: int, forest: ClusterForest
-    ) -> PredictionPlan:
-        device = points.device
-        with torch.autocast(device.type, enabled=False):
-            own = points[first:last].to(device=forest.order.device, dtype=self.geometry_dtype)
-            tree = build_forest([own], self.leaf_size)
-            plan = build_plan(tree, forest, self.theta, self.expand_far_targets)
-        return PredictionPlan(first, last, tree.order.to(device), plan.to(device))
-
-    def _chunk_size(self, requested: int | Literal["auto"] | None, n_faces: int) -> int | None:
-        if requested == "auto":
-            return max(n_faces, EXACT_CHUNK) if self.theta == 0 else n_faces
-        if requested is None or (isinstance(requested, int) and requested >= 1):
-            return requested
-        raise ValueError(f'prediction_chunk_size: expected "auto", None or a positive integer, found {requested!r}')
+        kinds = [kind for kind in self.source_layouts if kind in boundary_meshes and boundary_meshes[kind].n_faces]
+        plans, forest = self._planner(prediction_points.device).plan_faces(
+            {kind: boundary_meshes[kind] for kind in kinds}
+        )
+        if forest.n_points == 1 and self.n_communication_hyperlayers:
+            warnings.warn(
+                "boundary_meshes: one face in all; a face does not act on itself, so that the communication "
+                "layers pass on nothing and every prediction is its field's constant offset",
+                stacklevel=3,
+            )
+        return plans, forest
 
     def forward(
         self,
@@ -379,7 +310,7 @@ class GLOBE(nn.Module):
                 global_data=global_data,
             )
         else:
-            _require_fitting(plans, prediction_points, boundary_meshes)
+            require_fitting(plans, prediction_points, boundary_meshes)
         device = prediction_points.device
         use_nodes = any(chunk.plan.uses_source_nodes for chunk in plans.prediction)
         tables = self._communicate(boundary_meshes, reference_lengths, global_data, plans, device, use_nodes)
@@ -413,10 +344,10 @@ class GLOBE(nn.Module):
         boundary_meshes = _as_dict(boundary_meshes)
         plans, forest = self._plan_faces(prediction_points, boundary_meshes, reference_lengths, global_data)
         tables = self._communicate(boundary_meshes, reference_lengths, global_data, plans, device, self.theta > 0)
-        for first, last in self._chunks(prediction_points.shape[0], forest.n_points, prediction_chunk_size):
-            packed = self._evaluate_chunk(
-                prediction_points, self._plan_chunk(prediction_points, first, last, forest), tables
-            )
+        planner = self._planner(device)
+        for first, last in planner.chunks(prediction_points.shape[0], forest.n_points, prediction_chunk_size):
+            chunk = planner.plan_points(prediction_points, first, last, forest)
+            packed = self._evaluate_chunk(prediction_points, chunk, tables)
             # Left before yielding: the caller's own autocast is in force while it holds the fields.
             with torch.autocast(device.type, enabled=False):
                 fields = self._calibrate(packed)
@@ -441,9 +372,7 @@ class GLOBE(nn.Module):
         """
         dtype = self.geometry_dtype
         autocast = torch.is_autocast_enabled(device.type)
-        product_dtype = (
-            torch.get_autocast_dtype(device.type) if autocast else self.final_field_transforms[0].weight.dtype
-        )
+        product_dtype = torch.get_autocast_dtype(device.type) if autocast else self.parameter_dtype
         lengths = {
             name: torch.as_tensor(reference_lengths[name], device=device, dtype=dtype).reshape(1)
             for name in self.reference_length_names
@@ -453,8 +382,10 @@ class GLOBE(nn.Module):
             for name, value in flatten_data(global_data).items()
         }
         with torch.autocast(device.type, enabled=False):
-            boundaries = self._boundaries(boundary_meshes, plans, dtype, use_nodes)
-            face_targets = [_face_targets(plans, boundaries, source) for source in boundaries]
+            boundaries = sort_boundaries(
+                boundary_meshes, self.source_layouts, plans, self.reference_area.to(dtype), use_nodes
+            )
+            face_targets = [face_table(plans, boundaries, source) for source in boundaries]
             latents: Tensor | None = None
             for layer in range(self.n_communication_hyperlayers):
                 tables = self._tables(layer, plans, boundaries, latents, lengths, conditions, product_dtype)
@@ -470,51 +401,15 @@ class GLOBE(nn.Module):
         """The last layer at the points of a chunk, packed, in the order of the points."""
         with torch.autocast(points.device.type, enabled=False):
             own = points[chunk.first : chunk.last].to(self.geometry_dtype).index_select(0, chunk.order)
-            targets = [_point_targets(chunk.plan, own)] * len(tables)
+            targets = [point_table(chunk.plan, own)] * len(tables)
             out = self._evaluate(self.n_communication_hyperlayers, chunk.plan, targets, tables, self.output_layout)
             return torch.zeros_like(out).index_copy(0, chunk.order, out)
-
-    def _boundaries(
-        self, boundary_meshes: Mapping[str, BoundaryMesh], plans: Plans, dtype: torch.dtype, use_nodes: bool
-    ) -> list[_Boundary]:
-        forest, out = plans.forest, []
-        use_nodes = use_nodes or plans.communication.uses_source_nodes
-        for tree, kind in enumerate(plans.kinds):
-            mesh = boundary_meshes[kind].to(dtype=dtype)
-            first, last = forest.point_offsets[tree : tree + 2]
-            first_node, last_node = forest.node_offsets[tree : tree + 2]
-            order = forest.order[first:last] - first
-            layout = self.source_layouts[kind]
-            normals, areas = mesh.normals_and_areas()
-            fields = {"normals": normals.index_select(0, order)}
-            for name, value in flatten_data(mesh.cell_data).items():
-                shaped = value.reshape(mesh.n_faces, *layout.shape(name)).to(dtype)
-                fields[f"physical.{name}"] = shaped.index_select(0, order)
-            positions = mesh.positions.index_select(0, order)
-            areas = areas.index_select(0, order) / self.reference_area.to(dtype)
-            start, end = (t[first_node:last_node] - first for t in (forest.start, forest.end))
-            out.append(
-                _Boundary(
-                    kind=kind,
-                    first_point=first,
-                    n_points=last - first,
-                    first_node=first_node,
-                    n_nodes=last_node - first_node if use_nodes else 0,
-                    positions=positions,
-                    areas=areas,
-                    fields=fields,
-                    start=start,
-                    end=end,
-                    node_positions=range_means(positions, areas, start, end) if use_nodes else positions[:0],
-                )
-            )
-        return out
 
     def _tables(
         self,
         layer: int,
         plans: Plans,
-        boundaries: list[_Boundary],
+        boundaries: list[Boundary],
         latents: Tensor | None,
         lengths: dict[str, Tensor],
         conditions: dict[str, Tensor],
@@ -530,8 +425,8 @@ class GLOBE(nn.Module):
             if latents is not None:
                 own = latents[boundary.first_point : boundary.first_point + n]
                 named = dict(zip(self.latent_layout.scalars, own.unbind(1), strict=False))
-                vectors = own[:, len(self.latent_layout.scalars) :].reshape(n, -1, n_dims)
-                named |= dict(zip(self.latent_layout.vectors, vectors.unbind(1), strict=True))
+                rest = own[:, len(self.latent_layout.scalars) :].reshape(n, -1, n_dims)
+                named |= dict(zip(self.latent_layout.vectors, rest.unbind(1), strict=True))
                 strengths = {name: named.pop(f"strengths.{name}") for name in self.reference_length_names}
                 fields |= named
             columns = [fields[name].unsqueeze(1) for name in layout.scalars]
@@ -579,7 +474,8 @@ class GLOBE(nn.Module):
             return out
         # Kernels of types that this sample lacks get a gradient of zero, so that DDP needs no search for them.
         present = {table.branches[0].kernel for table in tables}
-        for kernel in self.kernel_layers[layer].values():
+        layers: Any = self.kernel_layers
+        for kernel in layers[layer].values():
             if not present & set(kernel.kernels.values()):
                 out = out + _nothing(kernel).to(out.dtype)
         return out
@@ -624,46 +520,3 @@ def _as_dict(boundary_meshes: Mapping[str, BoundaryMesh] | TensorDictBase) -> di
 def _nothing(module: nn.Module) -> Tensor:
     """A zero of which every parameter of a module has a gradient (of zero)."""
     return torch.stack([parameter.sum() * 0 for parameter in module.parameters()]).sum()
-
-
-def _require_fitting(plans: Plans, points: Tensor, boundary_meshes: Mapping[str, BoundaryMesh]) -> None:
-    """Refuse plans of another number of points or faces; by shapes alone, without a device sync."""
-    planned = plans.prediction[-1].last if plans.prediction else 0
-    if planned != points.shape[0]:
-        raise ValueError(f"plans: built for {planned} prediction points, found {points.shape[0]}; build new ones")
-    sizes = plans.forest.point_offsets
-    faces = {kind: high - low for kind, low, high in zip(plans.kinds, sizes, sizes[1:], strict=False)}
-    found = {str(kind): mesh.n_faces for kind, mesh in boundary_meshes.items() if mesh.n_faces}
-    if faces != found:
-        raise ValueError(f"plans: built for the faces {faces}, found {found}; build new ones")
-
-
-def _with_groups(plan: InteractionPlan, points: Tensor, nodes: Tensor) -> Tensor:
-    """A target table (D, [points | nodes | groups]); a group stands at its leaf's mean point."""
-    parts = [points]
-    if plan.uses_target_nodes:
-        parts.append(nodes)
-    if plan.n_groups:
-        parts.append(nodes.index_select(0, plan.group_nodes))
-    return torch.cat(parts).t().contiguous()
-
-
-def _means(plan: InteractionPlan, points: Tensor) -> Tensor:
-    """Unweighted mean point of every target node, if any pair needs one."""
-    if not (plan.uses_target_nodes or plan.n_groups):
-        return points[:0]
-    return range_means(points, torch.ones_like(points[:, 0]), plan.node_start, plan.node_end)
-
-
-def _point_targets(plan: InteractionPlan, points: Float[Tensor, "n dims"]) -> Tensor:
-    return _with_groups(plan, points, _means(plan, points))
-
-
-def _face_targets(plans: Plans, boundaries: list[_Boundary], source: _Boundary) -> Tensor:
-    """The faces of all types as targets of one: nodes of its own type stand at their weighted centroids."""
-    points = torch.cat([boundary.positions for boundary in boundaries])
-    nodes = _means(plans.communication, points)
-    if nodes.shape[0]:
-        first, last = source.first_node, source.first_node + source.n_nodes
-        nodes = torch.cat([nodes[:first], source.node_positions, nodes[last:]])
-    return _with_groups(plans.communication, points, nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +75,7 @@ def bytes_per_pair(kernel: Kernel, dtype: torch.dtype) -> int:
 def evaluate_plan(
     plan: InteractionPlan,
     target_positions: list[Float[Tensor, "dims targets"]],
-    tables: list[SourceTable | None],
+    tables: Sequence[SourceTable],
     n_columns: int,
     smoothing_radius: Float[Tensor, ""],
     use_checkpointing: bool,
@@ -86,7 +87,7 @@ def evaluate_plan(
         plan: of targets and the trees of all boundary types.
         target_positions: for each source tree the target table [points | nodes | groups] (the mean point of a node
             depends on whether it belongs to the same boundary).
-        tables: for each source tree its sources; None for an empty one.
+        tables: for each source tree its sources.
         n_columns: packed output columns.
         smoothing_radius: eps of all magnitudes, in the precision of the geometry.
         use_checkpointing: recompute each chunk in the backward pass instead of keeping its temporaries.
@@ -98,8 +99,6 @@ def evaluate_plan(
     like = target_positions[0]
     buffer = torch.zeros(n_columns, plan.n_rows, dtype=like.dtype, device=like.device)
     for pairs, positions, table in zip(plan.pairs, target_positions, tables, strict=True):
-        if table is None or len(pairs) == 0:
-            continue
         size = pairs_per_chunk(like.device, bytes_per_pair(table.branches[0].kernel, like.dtype), chunk_bytes)
         for block in pairs.blocks(size):
             if use_checkpointing:

@@ -66,6 +66,10 @@ class Kernel(nn.Module):
         hidden_layer_sizes, n_spherical_harmonics, network_type, self_regularization_beta: as of ``GLOBE``.
     """
 
+    _output_rows: Tensor
+    _source_columns: Tensor
+    _pair_columns: Tensor
+
     def __init__(
         self,
         *,
@@ -113,7 +117,10 @@ class Kernel(nn.Module):
 
     def _output_order(self, outputs: FieldLayout) -> Tensor:
         """Where the network's outputs [scalars | c_0 | a | b] stand among its F outputs by sorted field."""
-        scalars, c0, a, b = [], [], [], []
+        scalars: list[int] = []
+        c0: list[int] = []
+        a: list[int] = []
+        b: list[int] = []
         position = 0
         for rank in outputs.ranks.values():
             if rank == 0:
@@ -137,8 +144,8 @@ class Kernel(nn.Module):
         The first matrix holds the pair columns only; :meth:`source_terms` takes the source columns.
         """
         linears = self.network.perceptron().linears()
-        matrices = [linear.weight for linear in linears]
-        biases = [linear.bias for linear in linears]
+        matrices: list[Tensor] = [linear.weight for linear in linears]
+        biases: list[Tensor] = [linear.bias for linear in linears]
         matrices[-1] = matrices[-1].index_select(0, self._output_rows)
         biases[-1] = biases[-1].index_select(0, self._output_rows)
         matrices[0] = matrices[0].index_select(1, self._pair_columns)

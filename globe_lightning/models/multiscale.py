@@ -68,7 +68,7 @@ class MultiscaleKernel(nn.Module):
         """The global scalar columns: the sample's own and log(l_k1 / l_k2) of every pair of lengths."""
         logs = {name: reference_lengths[name].log() for name in self.names}
         ratios = {f"{a}_{b}": logs[a] - logs[b] for i, a in enumerate(self.names) for b in self.names[i + 1 :]}
-        kernel = next(iter(self.kernels.values()))
+        kernel: Any = next(iter(self.kernels.values()))
         columns = [
             (global_data if kind == "data" else ratios)[name].reshape(1).to(dtype)
             for kind, name in kernel.global_columns

@@ -17,7 +17,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
 # Largest numerator of a fresh Pade network: outputs then have the order of one.
 START = 1.5
 

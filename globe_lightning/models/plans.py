@@ -1,0 +1,123 @@
+"""Plans of a sample: trees over its faces and prediction points, and the interactions between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from globe_lightning.mesh import BoundaryMesh
+from globe_lightning.tree.cluster_tree import ClusterForest, build_forest
+from globe_lightning.tree.plan import InteractionPlan, build_plan
+
+# At theta = 0 the result does not depend on the chunks, so "auto" need not follow the number of faces.
+EXACT_CHUNK = 16384
+
+
+@dataclass
+class PredictionPlan:
+    """One chunk of prediction points: its rows, their sorted order and its interactions with the boundary."""
+
+    first: int
+    last: int
+    order: Tensor
+    plan: InteractionPlan
+
+
+@dataclass
+class Plans:
+    """Trees and interaction plans of a sample: pure geometry, indices only.
+
+    Attributes:
+        kinds: boundary types that have faces, in the order of the forest's trees.
+        forest: trees over the faces of those types.
+        communication: interactions of all faces with all faces.
+        prediction: one plan a chunk of prediction points.
+    """
+
+    kinds: list[str]
+    forest: ClusterForest
+    communication: InteractionPlan
+    prediction: list[PredictionPlan]
+
+    @property
+    def n_evaluations(self) -> dict[str, int]:
+        """Kernel evaluations per branch and layer, {"communication": …, "prediction": …}."""
+        return {
+            "communication": self.communication.n_evaluations,
+            "prediction": sum(chunk.plan.n_evaluations for chunk in self.prediction),
+        }
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Builds trees and plans by one rule, always in full precision.
+
+    Attributes:
+        theta: opening angle.
+        leaf_size: largest number of points of a leaf.
+        expand_far_targets: evaluate far pairs at every target.
+        build_device: where trees and plans are built.
+        device: where they are used.
+        dtype: precision of the geometry.
+    """
+
+    theta: float
+    leaf_size: int
+    expand_far_targets: bool
+    build_device: torch.device
+    device: torch.device
+    dtype: torch.dtype
+
+    @torch.no_grad()
+    def plan_faces(self, boundary_meshes: Mapping[str, BoundaryMesh]) -> tuple[Plans, ClusterForest]:
+        """Plans without those of prediction points, and the forest of all faces where plans are built."""
+        with torch.autocast(self.device.type, enabled=False):
+            meshes = boundary_meshes.values()
+            forest = build_forest(
+                [mesh.to(dtype=self.dtype).positions.to(self.build_device) for mesh in meshes], self.leaf_size
+            )
+            plan = build_plan(forest, forest, self.theta, self.expand_far_targets)
+        return Plans(list(boundary_meshes), forest.to(self.device), plan.to(self.device), []), forest
+
+    @torch.no_grad()
+    def plan_points(
+        self, points: Float[Tensor, "n dims"], first: int, last: int, forest: ClusterForest
+    ) -> PredictionPlan:
+        """The plan of the prediction points [first, last) with all faces; ``forest`` on the device of building."""
+        with torch.autocast(self.device.type, enabled=False):
+            own = points[first:last].to(device=self.build_device, dtype=self.dtype)
+            tree = build_forest([own], self.leaf_size)
+            plan = build_plan(tree, forest, self.theta, self.expand_far_targets)
+        return PredictionPlan(first, last, tree.order.to(self.device), plan.to(self.device))
+
+    def chunks(self, n_points: int, n_faces: int, requested: int | Literal["auto"] | None) -> Iterator[tuple[int, int]]:
+        """First and last row (the latter not included) of every chunk of prediction points; all points are in one.
+
+        Raises:
+            ValueError: the requested size is not "auto", None or a positive integer.
+        """
+        if requested == "auto":
+            size = max(n_faces, EXACT_CHUNK) if self.theta == 0 else n_faces
+        elif requested is None or (isinstance(requested, int) and requested >= 1):
+            size = requested or max(1, n_points)
+        else:
+            raise ValueError(f'prediction_chunk_size: expected "auto", None or a positive integer, found {requested!r}')
+        for first in range(0, n_points, size):
+            yield first, min(n_points, first + size)
+
+
+def require_fitting(plans: Plans, points: Tensor, boundary_meshes: Mapping[str, BoundaryMesh]) -> None:
+    """Refuse plans of another number of points or faces; by shapes alone, without a device sync."""
+    planned = plans.prediction[-1].last if plans.prediction else 0
+    if planned != points.shape[0]:
+        raise ValueError(f"plans: built for {planned} prediction points, found {points.shape[0]}; build new ones")
+    sizes = plans.forest.point_offsets
+    faces = {kind: high - low for kind, low, high in zip(plans.kinds, sizes, sizes[1:], strict=False)}
+    found = {str(kind): mesh.n_faces for kind, mesh in boundary_meshes.items() if mesh.n_faces}
+    if faces != found:
+        raise ValueError(f"plans: built for the faces {faces}, found {found}; build new ones")

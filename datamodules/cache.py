@@ -124,7 +124,8 @@ class CaseCache:
                     return None
                 # A memory map of no bytes is an error.
                 mode: Any = "r" if 0 not in fact["shape"] else None
-                array = np.load(file, mmap_mode=mode, allow_pickle=False)
+                # Of a Path NumPy asks the file system about every part.
+                array = np.load(str(file), mmap_mode=mode, allow_pickle=False)
                 if list(array.shape) != fact["shape"] or array.dtype.str != fact["dtype"]:
                     return None
                 arrays[name] = array

@@ -29,8 +29,8 @@ def stable_seed(*keys: Any) -> int:
 
 
 def tensor(array: np.ndarray) -> torch.Tensor:
-    """A torch copy of an array that may be a read-only memory map."""
-    return torch.from_numpy(np.array(array))
+    """An array as a tensor: itself if it owns its memory, else a copy (of a memory map, which is read-only)."""
+    return torch.from_numpy(array if array.flags.owndata and array.flags.writeable else np.array(array))
 
 
 class Draws:

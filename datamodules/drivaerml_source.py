@@ -42,9 +42,9 @@ class DrivAerMLSource(MeshSource):
     """
 
     name = "drivaerml"
-    derivation_version = 1
+    derivation_version = 3
     # Of a case of 8.8 million faces.
-    preparation_bytes = 4_000_000_000
+    preparation_bytes = 3_000_000_000
     cases_per_preparer = 1
 
     def __init__(
@@ -84,9 +84,10 @@ class DrivAerMLSource(MeshSource):
         """The surface in compact form, its fields, and what was found out about the case.
 
         Returns:
-            ``points`` (n, 3) [m]; ``starts`` (f+1,) and ``connectivity`` as in :mod:`datamodules.polygons`, wound so
-            that area vectors point into the fluid; ``cell/C_p`` (f,), ``cell/C_f`` (f, 3) and their plain means at the
-            points, ``point/C_p`` (n,), ``point/C_f`` (n, 3); ``facts``, see :meth:`facts`. All fields are float32.
+            ``points`` (n, 3) [m]; ``starts`` (f+1,) and ``triangles`` (t, 3) as in :mod:`datamodules.polygons`, wound
+            so that area vectors point into the fluid; ``cell`` (f, 4) the fields of the faces, columns C_p and the
+            components of C_f, and ``point`` (n, 4) their plain means at the points, float32; ``facts``, see
+            :meth:`facts`.
             ``C_f`` has the sign of the released data, opposite to the force on the body, whatever the file's.
 
         Raises:
@@ -103,10 +104,9 @@ class DrivAerMLSource(MeshSource):
         own_area = geometry["aref"]
         forces = read_row(force_path, ("Cd", "Cl", "Cs"))
         constant = read_row(constant_path[0], ("Cd", "Cl", "Cs")) if constant_path else None
-        points, starts, connectivity, pressure, shear = self._read_surface(path)
+        points, starts, triangles, fields = self._read_surface(path)
 
-        polygons.canonical_order(starts, connectivity)
-        surface = _Integrals(points, starts, connectivity, pressure, shear)
+        surface = _Integrals(points, starts, triangles, fields)
         if surface.area == 0:
             raise ValueError(f"{path}: all faces have an area of zero")
         # A closed body of this area has a volume of 0.03 to 0.1 times its 3/2-th power.
@@ -115,7 +115,7 @@ class DrivAerMLSource(MeshSource):
                 f"{path}: the surface encloses a volume of {surface.volume:.3g} m^3 with {surface.area:.3g} m^2, so "
                 f"the orientation of its faces is unknown; expected a closed body with faces oriented alike"
             )
-        inverted = polygons.inverted_edges(len(points), starts, connectivity)
+        inverted = polygons.inverted_edges(len(points), starts, triangles)
         if inverted > MAX_INVERTED:
             raise ValueError(
                 f"{path}: faces are not oriented alike: at {inverted:.1%} of the edges the two faces run the same way, "
@@ -123,11 +123,11 @@ class DrivAerMLSource(MeshSource):
             )
         winding = "outward" if surface.volume > 0 else "inward"
         if winding == "inward":
-            polygons.reverse_winding(starts, connectivity)
+            polygons.reverse_winding(starts, triangles)
         integrals = {sign: surface.forces(winding, sign) for sign in (-1, 1)}
         wanted = [(force_path, own_area, forces)] + ([(constant_path[0], REFERENCE_AREA, constant)] if constant else [])
         shear_sign = _shear_sign(path, {sign: force[0] for sign, force in integrals.items()}, wanted, winding)
-        shear *= -shear_sign
+        fields[:, 1:] *= -shear_sign
 
         force = integrals[shear_sign]
         solver = {f"{name}_own": forces[name.lower()] for name in COEFFICIENTS if name.lower() in forces}
@@ -151,17 +151,15 @@ class DrivAerMLSource(MeshSource):
         return {
             "points": points,
             "starts": starts,
-            "connectivity": connectivity,
-            f"cell/{PRESSURE}": pressure,
-            f"cell/{SHEAR}": shear,
-            f"point/{PRESSURE}": polygons.averages_at_points(len(points), starts, connectivity, pressure),
-            f"point/{SHEAR}": polygons.averages_at_points(len(points), starts, connectivity, shear),
+            "triangles": triangles,
+            "cell": fields,
+            "point": polygons.averages_at_points(len(points), starts, triangles, fields),
             "facts": np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8),
         }
 
     @staticmethod
-    def _read_surface(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Points, ``starts``, connectivity in the file's order, C_p and C_f with the file's sign."""
+    def _read_surface(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Points, ``starts``, ``triangles`` in the file's winding, and (f, 4) C_p and C_f with the file's sign."""
         import pyvista as pv
 
         from datamodules.vtk_io import named_array, read_mesh
@@ -181,10 +179,11 @@ class DrivAerMLSource(MeshSource):
             raise ValueError(
                 f"{path}: faces name the points {connectivity.min()} to {connectivity.max()}, there are {mesh.n_points}"
             )
-        pressure = named_array(mesh, PRESSURE_ARRAY, path, "cell", dtype=np.float32)
-        shear = named_array(mesh, SHEAR_ARRAY, path, "cell", 3, dtype=np.float32) / np.float32(Q_INF)
-        points = np.array(mesh.points, dtype=np.float32)
-        return points, polygons.fan_starts(offsets), connectivity.astype(np.int32), np.array(pressure), shear
+        fields = np.empty((mesh.n_cells, 4), dtype=np.float32)
+        fields[:, 0] = named_array(mesh, PRESSURE_ARRAY, path, "cell", dtype=np.float32)
+        fields[:, 1:] = named_array(mesh, SHEAR_ARRAY, path, "cell", 3, dtype=np.float32)
+        fields[:, 1:] /= Q_INF
+        return np.array(mesh.points, dtype=np.float32), *polygons.fans(offsets, connectivity), fields
 
     @staticmethod
     def facts(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -207,18 +206,16 @@ class DrivAerMLSource(MeshSource):
         arrays = {name: np.asarray(array) for name, array in arrays.items()}
         facts = self.facts(arrays)
         kind = "point" if self.targets == "vertices" else "cell"
-        n = len(arrays[f"{kind}/{PRESSURE}"])
+        n = len(arrays[kind])
         rows = self._rows(n, draws)
         if kind == "point":
-            points = arrays["points"] if rows is None else arrays["points"][rows]
+            points = arrays["points"] if rows is None else arrays["points"].take(rows, axis=0)
         else:
             points = polygons.drawn_centres(
-                arrays["points"], arrays["starts"], arrays["connectivity"], np.arange(n) if rows is None else rows
+                arrays["points"], arrays["starts"], arrays["triangles"], np.arange(n) if rows is None else rows
             )
-        fields = {}
-        for name in (PRESSURE, SHEAR):
-            values = arrays[f"{kind}/{name}"]
-            fields[name] = tensor(values if rows is None else values[rows])
+        values = arrays[kind] if rows is None else arrays[kind].take(rows, axis=0)
+        fields = {PRESSURE: torch.from_numpy(values[:, 0].copy()), SHEAR: torch.from_numpy(values[:, 1:].copy())}
         length = facts["l_ref"]
         return Sample(
             case=case,
@@ -254,22 +251,20 @@ class DrivAerMLSource(MeshSource):
         return meshes
 
     def _vehicle(self, arrays: Mapping[str, np.ndarray], facts: dict[str, Any], draws: Draws) -> BoundaryMesh:
-        starts = arrays["starts"]
-        n_triangles = int(starts[-1])
-        drawn = draws.subset(
-            "faces", n_triangles, n_triangles if self.n_boundary_faces is None else self.n_boundary_faces
-        )
-        corners = polygons.drawn_triangles(starts, arrays["connectivity"], drawn)
+        n_triangles = len(arrays["triangles"])
+        wanted = n_triangles if self.n_boundary_faces is None else self.n_boundary_faces
+        drawn = draws.subset("faces", n_triangles, wanted)
+        corners = arrays["triangles"].take(drawn, axis=0)
         inward = self.orientation == "inward" or (self.orientation == "file" and facts["winding"] == "inward")
         if inward:
             corners = corners[:, [0, 2, 1]]
-        points = arrays["points"][corners]
+        points = arrays["points"].take(corners, axis=0)
         weights = None
         if len(drawn) < n_triangles:
-            area = polygons.triangle_areas(points.astype(np.float64)).sum()
+            area = float(polygons.triangle_areas(points).sum(dtype=np.float64))
             weights = torch.full((len(drawn),), facts["area"] / area if area > 0 else 1.0)
         cells = torch.arange(3 * len(drawn)).reshape(-1, 3)
-        return BoundaryMesh(tensor(points.reshape(-1, 3)), cells, measure_weights=weights)
+        return BoundaryMesh(tensor(points).reshape(-1, 3), cells, measure_weights=weights)
 
     def _force_surface(
         self, arrays: Mapping[str, np.ndarray], facts: dict[str, Any], positions: np.ndarray
@@ -279,19 +274,17 @@ class DrivAerMLSource(MeshSource):
         The mean over a cell's corners times its area, summed over the cells, is the value at a point times its
         shares, summed over the points.
         """
-        points, starts, connectivity = arrays["points"], arrays["starts"], arrays["connectivity"]
+        points, starts, triangles = arrays["points"], arrays["starts"], arrays["triangles"]
         vectors = np.empty((len(starts) - 1, 3), dtype=np.float32)
-        for rows, corners in _corner_blocks(points, starts, connectivity):
+        for rows, corners in _corner_blocks(points, starts, triangles):
             vectors[rows] = polygons.centres_and_area_vectors(corners)[1]
         areas = np.linalg.norm(vectors, axis=1)
         used = np.arange(len(vectors))
         if self.targets == "vertices":
             sizes = np.diff(starts) + 2
             shares = [column / sizes for column in (*vectors.T, areas)]
-            sums = [
-                total.astype(np.float32)
-                for total in polygons.sums_at_points(len(points), starts, connectivity, [None, *shares])
-            ]
+            totals = polygons.sums_at_points(len(points), starts, triangles, [None, *shares])
+            sums = [total.astype(np.float32) for total in totals]
             used = np.flatnonzero(sums[0])
             vectors, areas = np.stack(sums[1:4], axis=1)[used], sums[4][used]
         length = facts["l_ref"]
@@ -320,20 +313,19 @@ class DrivAerMLSource(MeshSource):
 class _Integrals:
     """Sums over a surface in the file's winding: ``area`` [m^2], ``volume`` [m^3], pressure and shear [m^2]."""
 
-    def __init__(
-        self, points: np.ndarray, starts: np.ndarray, connectivity: np.ndarray, pressure: np.ndarray, shear: np.ndarray
-    ) -> None:
+    def __init__(self, points: np.ndarray, starts: np.ndarray, triangles: np.ndarray, fields: np.ndarray) -> None:
         self.area = self.volume = 0.0
         self.pressure, self.shear = np.zeros(3), np.zeros(3)
         # Seen from its lowest plane, holes in that plane (where wheels meet the ground) add no volume.
         low, high = points.min(axis=0).astype(np.float64), points.max(axis=0).astype(np.float64)
         origin = np.array([(low[0] + high[0]) / 2, (low[1] + high[1]) / 2, low[2]])
-        for rows, corners in _corner_blocks(points, starts, connectivity):
+        for rows, corners in _corner_blocks(points, starts, triangles):
             centres, vectors = polygons.centres_and_area_vectors(corners)
             self.area += polygons.fan_area(corners)
             self.volume += float(((centres - origin) * vectors).sum()) / 3
-            self.pressure += pressure[rows].astype(np.float64) @ vectors
-            self.shear += np.linalg.norm(vectors, axis=1) @ shear[rows].astype(np.float64)
+            values = fields[rows].astype(np.float64)
+            self.pressure += values[:, 0] @ vectors
+            self.shear += np.linalg.norm(vectors, axis=1) @ values[:, 1:]
 
     def forces(self, winding: str, shear_sign: int) -> np.ndarray:
         """Force over dynamic pressure, (3,) [m^2]."""
@@ -341,10 +333,11 @@ class _Integrals:
 
 
 def _corner_blocks(
-    points: np.ndarray, starts: np.ndarray, connectivity: np.ndarray
+    points: np.ndarray, starts: np.ndarray, triangles: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for rows, positions in polygons.blocks(starts):
-        yield rows, points[connectivity[positions]].astype(np.float64)
+    """All polygons in groups of equal size k: rows (m,) and corners (m, k, 3) float64 [m]."""
+    for rows, corners in polygons.polygons(starts, triangles):
+        yield rows, points[corners].astype(np.float64)
 
 
 def _shear_sign(

@@ -34,6 +34,7 @@ from globe_lightning.callbacks.checkpoints import BestCheckpoint
 from globe_lightning.callbacks.pictures import PictureWriter
 from globe_lightning.callbacks.predictions import PredictionWriter
 from globe_lightning.callbacks.progress import LossBar
+from globe_lightning.callbacks.tables import CaseTables
 from globe_lightning.module import MONITOR, MONITOR_MODE, SCHEMA_ARGUMENTS, GlobeLightningModule, plain
 from globe_lightning.run_folder import RunFolder, RunLogger, written_whole
 
@@ -116,6 +117,7 @@ class GlobeCLI(LightningCLI):
         parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
         parser.add_lightning_class_args(PredictionWriter, "predictions")
         parser.add_lightning_class_args(PictureWriter, "pictures")
+        parser.add_lightning_class_args(CaseTables, "tables")
         parser.add_lightning_class_args(LossBar, "progress_bar")
         parser.set_defaults(
             {

@@ -45,7 +45,7 @@ def force_coefficients(surface: ForceSurface, fields: Mapping[str, Tensor]) -> F
         if name not in fields:
             raise ValueError(f"forces need the {argument} {name!r}, the fields are {sorted(fields)}")
     vectors = surface.area_vectors.double()
-    areas = vectors.norm(dim=1) if surface.areas is None else surface.areas.double()
+    areas = _areas(surface)
     pressure = _face_means(fields[surface.pressure_field].unsqueeze(-1), surface)
     shear = _face_means(fields[surface.shear_field], surface)
     pressure_forces = -pressure * vectors
@@ -68,6 +68,23 @@ def force_coefficients(surface: ForceSurface, fields: Mapping[str, Tensor]) -> F
 def can_integrate(surface: ForceSurface | None, field_names: Mapping[str, object] | list[str]) -> bool:
     """Whether a sample has a surface whose two fields are among the named ones."""
     return surface is not None and surface.pressure_field in field_names and surface.shear_field in field_names
+
+
+def point_areas(surface: ForceSurface, n_points: int) -> Float[Tensor, " points"]:
+    """The area that each prediction point stands for [m^2, or m in 2D], float64: equal shares of its faces' areas.
+
+    0 at points off the surface.
+    """
+    n_corners = surface.point_indices.shape[1]
+    shares = _areas(surface) / n_corners
+    out = shares.new_zeros(n_points)
+    for column in surface.point_indices.unbind(1):
+        out.index_add_(0, column, shares)
+    return out
+
+
+def _areas(surface: ForceSurface) -> Float[Tensor, " faces"]:
+    return surface.area_vectors.double().norm(dim=1) if surface.areas is None else surface.areas.double()
 
 
 def _face_means(values: Float[Tensor, "points columns"], surface: ForceSurface) -> Float[Tensor, "faces columns"]:

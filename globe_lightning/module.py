@@ -11,9 +11,10 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tensordict import TensorDict
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from globe_lightning.fields import flatten_data, flatten_ranks
-from globe_lightning.forces import can_integrate, force_coefficients
+from globe_lightning.forces import can_integrate, force_coefficients, point_areas
 from globe_lightning.losses import complete_scales, field_losses
 from globe_lightning.metrics import CaseMeans, FieldErrors, ForceErrors, RunningMean, TargetVariances
 from globe_lightning.models.globe import GLOBE
@@ -149,6 +150,7 @@ class GlobeLightningModule(pl.LightningModule):
         self.network = GLOBE(**{name: values[name] for name in NETWORK_ARGUMENTS})
         self._start_at_scales(complete_scales(loss_scales, list(self.field_ranks)))
         self.latest_prediction: dict[str, Tensor] | None = None
+        self.latest_mesh: tuple[str, Any] | None = None  # of the callbacks that write a predicted case
         self._step_report: tuple[str, Tensor] | None = None
         self.configure_losses()
         self.configure_metrics()
@@ -266,6 +268,51 @@ class GlobeLightningModule(pl.LightningModule):
             plans=plans,
         )
 
+    @torch.no_grad()
+    def predict_fields(
+        self, sample: Sample, device: torch.device | str | None = None, progress: bool = False
+    ) -> dict[str, Tensor]:
+        """The predicted fields at all points of a sample, evaluated chunk by chunk in bounded memory.
+
+        Args:
+            sample: any number of points.
+            device: where the fields are gathered; None where the sample is.
+            progress: show a bar over the points.
+
+        Returns:
+            {flattened field name: values}, scalars (n,) and vectors (n, D).
+
+        Raises:
+            ValueError: a number of the sample is unusable; the message names the case, what and how many.
+        """
+        n, like = sample.prediction_points.shape[0], sample.prediction_points
+        chunks = self.network.predict_chunks(
+            like,
+            sample.boundary_meshes,
+            sample.reference_lengths,
+            sample.global_data,
+            self.hparams["prediction_chunk_size"],
+        )
+        dtype, where = self.network.geometry_dtype, device or like.device
+        fields = {
+            name: torch.empty(n, *self.network.output_layout.shape(name), dtype=dtype, device=where)
+            for name in self.field_ranks
+        }
+        first = 0
+        # A short case shows none: the bar waits a second.
+        bar = tqdm(total=n, desc=sample.case, unit="point", unit_scale=True, leave=False, delay=1, disable=not progress)
+        with bar:
+            try:
+                for chunk in chunks:
+                    last = first + chunk.batch_size[0]
+                    for name, value in flatten_data(chunk).items():
+                        fields[name][first:last] = value
+                    bar.update(last - first)
+                    first = last
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"case {sample.case!r}: {error}") from error
+        return fields
+
     # Training
 
     def training_step(self, sample: Sample, batch_idx: int = 0) -> Tensor:
@@ -314,20 +361,36 @@ class GlobeLightningModule(pl.LightningModule):
 
     def predict_step(self, sample: Sample, batch_idx: int = 0) -> None:
         """Predict a case and leave it in ``latest_prediction`` for the callbacks; nothing is collected."""
-        self.latest_prediction = flatten_data(self(sample))
+        self.latest_prediction = self._predict_off_device(sample)
+
+    def _predict_off_device(self, sample: Sample) -> dict[str, Tensor]:
+        """The fields of a case that may have millions of points, in the machine's memory; the sample follows there."""
+        trainer = self.trainer
+        progress = trainer.is_global_zero and trainer.progress_bar_callback is not None
+        prediction = self.predict_fields(sample, device="cpu", progress=progress)
+        sample.to("cpu")
+        return prediction
 
     def _evaluate(self, sample: Sample, stage: str) -> None:
         metrics: Any = self.stage_metrics[f"{stage}_metrics"]
-        prediction, truth = flatten_data(self(sample)), flatten_data(sample.targets)
+        prediction = self._predict_off_device(sample) if stage == "test" else self.predict_fields(sample)
+        truth = flatten_data(sample.targets)
         self.latest_prediction = prediction
         losses = self._losses(sample, prediction, truth)
         values = {"loss": torch.stack(list(losses.values())).sum()}
         metrics["losses"].update(sample.index, values | {f"loss/{name}": loss for name, loss in losses.items()})
-        metrics["fields"].update(sample.index, prediction, truth)
-        if can_integrate(sample.force_surface, list(self.field_ranks)):
-            assert sample.force_surface is not None
-            predicted, true = (force_coefficients(sample.force_surface, fields) for fields in (prediction, truth))
-            metrics["forces"].update(sample.index, predicted.total, true.total)
+        surface = sample.force_surface
+        areas = None if surface is None else point_areas(surface, sample.prediction_points.shape[0])
+        metrics["fields"].update(sample.index, prediction, truth, areas)
+        if can_integrate(surface, list(self.field_ranks)):
+            assert surface is not None
+            predicted, true = (force_coefficients(surface, fields).total for fields in (prediction, truth))
+            metrics["forces"].update(sample.index, predicted, true, surface.solver_coefficients)
+
+    def latest_case_metrics(self) -> dict[str, float]:
+        """Losses and field errors of the case that ``test_step`` saw last, {"<field>/<metric>": value}."""
+        metrics: Any = self.stage_metrics["test_metrics"]
+        return {**metrics["losses"].latest_case(), **metrics["fields"].latest_case()}
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation metrics."""
@@ -346,7 +409,9 @@ class GlobeLightningModule(pl.LightningModule):
         metrics: Any = self.stage_metrics[f"{stage}_metrics"]
         metrics["fields"].train_variances = self.target_variances.compute() if self.target_variances.known else {}
         # Metrics gather their rows from all processes, so every process logs the same values.
-        values = {name: value for metric in metrics.values() for name, value in metric.compute().items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*was called before the ``update`` method")  # no forces here
+            values = {name: value for metric in metrics.values() for name, value in metric.compute().items()}
         for metric in metrics.values():
             metric.reset()
         for name in [name for name, value in values.items() if not bool(torch.isfinite(value))]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from globe_lightning.forces import can_integrate, force_coefficients
+from globe_lightning.forces import can_integrate, force_coefficients, point_areas
 from globe_lightning.sample import ForceSurface
 
 
@@ -109,3 +109,12 @@ def test_areas_of_their_own_serve_the_friction_alone():
     after = force_coefficients(surface, fields)
     assert float(after.friction["Cd"]) == pytest.approx(3 * float(before.friction["Cd"]))
     assert after.pressure == before.pressure
+
+
+def test_areas_of_points_add_up_to_the_surfaces():
+    surface, points = circle(30)
+    areas = point_areas(surface, len(points) + 5)
+    assert float(areas.sum()) == pytest.approx(float(surface.area_vectors.norm(dim=1).sum()), rel=1e-12)
+    assert not areas[len(points) :].any() and float(areas[: len(points)].std()) < 1e-12
+    surface.areas = torch.arange(30)
+    assert float(point_areas(surface, 30)[4]) == pytest.approx((3 + 4) / 2)

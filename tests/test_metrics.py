@@ -21,16 +21,18 @@ def make_case(index):
     truth["p"][:3] = torch.nan
     truth["u"][4, 1] = torch.nan
     forces = {"Cd": torch.tensor(0.01 * (index % 3)), "Cl": torch.tensor(0.5 + index)}
+    areas = torch.rand(n, generator=generator)
+    areas[:3] = 0  # where p is unknown
     predicted = {"Cd": torch.tensor(0.01 * index), "Cl": torch.tensor(0.4 + 0.9 * index)}
-    return prediction, truth, predicted, forces
+    return prediction, truth, predicted, forces, areas
 
 
 def evaluate(indices):
     fields, forces, losses = FieldErrors(RANKS, 2), ForceErrors(), CaseMeans(["loss"])
     for index in indices:
-        prediction, truth, predicted, true = make_case(index)
-        fields.update(index, prediction, truth)
-        forces.update(index, predicted, true)
+        prediction, truth, predicted, true, areas = make_case(index)
+        fields.update(index, prediction, truth, areas)
+        forces.update(index, predicted, true, {"Cl": 0.45 + index} if index else {})
         losses.update(index, {"loss": torch.tensor(float(index) ** 2)})
     return {**fields.compute(), **forces.compute(), **losses.compute()}
 
@@ -59,6 +61,48 @@ def test_field_errors_against_their_definitions():
         }
         for key, value in expected.items():
             assert float(found[f"{name}/{key}"]) == pytest.approx(float(value), rel=1e-10), (name, key)
+
+
+def test_errors_by_length_component_and_area():
+    found = evaluate(range(5))
+    mae, components, by_area = [], [], []
+    for index in range(5):
+        prediction, truth, _, _, areas = make_case(index)
+        known = ~truth["u"].isnan().any(dim=1)
+        error, true = (prediction["u"] - truth["u"])[known].double(), truth["u"][known].double()
+        mae.append(error.norm(dim=1).mean())
+        components.append(error[:, 1].norm() / true[:, 1].norm())
+        known = ~truth["p"].isnan()
+        error, true = (prediction["p"] - truth["p"])[known].double(), truth["p"][known].double()
+        by_area.append(((areas[known] * error**2).sum() / (areas[known] * true**2).sum()).sqrt())
+    for name, values in (("u/mae", mae), ("u/relative_l2_y", components), ("p/relative_l2_area", by_area)):
+        assert float(found[name]) == pytest.approx(float(torch.stack(values).mean()), rel=1e-6), name
+    # u is known at points without area: no surface covers it.
+    assert "u/relative_l2_area" not in found and "p/relative_l2_x" not in found
+
+
+def test_the_latest_case_is_one_row_of_all():
+    fields, losses = FieldErrors(RANKS, 2), CaseMeans(["loss"])
+    alone = FieldErrors(RANKS, 2)
+    for index in range(3):
+        prediction, truth, _, _, areas = make_case(index)
+        fields.update(index, prediction, truth, areas)
+        losses.update(index, {"loss": torch.tensor(float(index))})
+    alone.update(2, prediction, truth, areas)
+    latest, expected = fields.latest_case(), alone.compute()
+    assert {name for name in expected if "_set_std" not in name} == set(latest)
+    for name, value in latest.items():
+        assert value == pytest.approx(float(expected[name]), rel=1e-12)
+    assert losses.latest_case() == {"loss": 2.0}
+
+
+def test_one_case_without_areas_leaves_the_weighted_mean_undefined():
+    metric = FieldErrors(RANKS, 2)
+    for index in range(2):
+        prediction, truth, _, _, areas = make_case(index)
+        metric.update(index, prediction, truth, areas if index else None)
+    assert "p/relative_l2_area" not in metric.compute()
+    assert "p/relative_l2_area" in metric.latest_case()
 
 
 def test_the_train_sets_variance_has_its_own_name():
@@ -96,6 +140,12 @@ def test_force_errors_against_their_definitions():
     assert float(found["forces/Cd/mae"]) == pytest.approx(float(error.mean()))
     nonzero = true != 0
     assert float(found["forces/Cd/relative_error"]) == pytest.approx(float((error / true.abs())[nonzero].mean()))
+    assert float(found["forces/Cd/rmse"]) == pytest.approx(float(error.square().mean().sqrt()))
+    r2 = 1 - error.square().sum() / (true - true.mean()).square().sum()
+    assert float(found["forces/Cd/r2"]) == pytest.approx(float(r2))
+    lifts = torch.tensor([0.4 + 0.9 * i - (0.45 + i) for i in range(1, 5)])  # the first case states no lift
+    assert float(found["forces/Cl/rmse_solver"]) == pytest.approx(float(lifts.square().mean().sqrt()), rel=1e-6)
+    assert "forces/Cd/rmse_solver" not in found
     assert float(found["forces/Cl/spearman"]) == pytest.approx(1.0, abs=1e-12)
     # Ranks by hand: predicted 1 2 3 4 5, true (0 1 2 0 1) -> 1.5 3.5 5 1.5 3.5.
     ranks = torch.tensor([[1.0, 2, 3, 4, 5], [1.5, 3.5, 5, 1.5, 3.5]])
@@ -115,10 +165,11 @@ def test_the_undefined_is_left_out():
     metric.update(0, {"p": torch.zeros(5), "u": torch.zeros(5, 2)}, truth)
     found = metric.compute()
     assert not any(name.startswith("p/") for name in found)
-    assert {"u/mse", "u/relative_l2"} == set(found)  # no spread, so no normalised error
+    # No spread, so no normalised error; no surface, so no areas.
+    assert set(found) == {f"u/{name}" for name in ("mse", "mae", "relative_l2", "relative_l2_x", "relative_l2_y")}
     forces = ForceErrors()
     forces.update(0, {"Cl": torch.tensor(1.0)}, {"Cl": torch.tensor(0.0)})
-    assert set(forces.compute()) == {"forces/Cl/mae"}
+    assert set(forces.compute()) == {"forces/Cl/mae", "forces/Cl/rmse"}
     assert FieldErrors(RANKS, 2).distinct_rows().shape[0] == 0
 
 

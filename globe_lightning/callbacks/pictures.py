@@ -1,4 +1,4 @@
-"""Pictures of two-dimensional cases: truth, prediction and error fields, and curves along the surface."""
+"""Pictures of cases: truth, prediction and error fields, and curves along the surface."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ import numpy as np
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from globe_lightning.callbacks.predictions import shared_mesh
+from globe_lightning.callbacks.surface_pictures import draw_surface_case, is_surface
 from globe_lightning.fields import flatten_data
 from globe_lightning.forces import can_integrate, force_coefficients
 from globe_lightning.run_folder import safe_name, written_whole
 from globe_lightning.sample import Sample
 
 MARGINS = (0.35, 0.75, 0.35)
-"""What a picture shows around the body: to its left, to its right and above and below, in body lengths."""
+"""What a plane picture shows around the body: to its left, to its right and above and below, in body lengths."""
 
 
 class PictureWriter(Callback):
     """Draws one PNG per case: of the first validation case every few epochs, and of every predicted case.
+
+    Cases in the plane are drawn by :func:`draw_case`; cases in space whose ``case_mesh`` (of the data module) is a
+    surface by :func:`~globe_lightning.callbacks.surface_pictures.draw_surface_case`; others not at all.
 
     Args:
         folder: where to write; ``pictures`` in the trainer's root folder if None.
@@ -37,10 +42,21 @@ class PictureWriter(Callback):
         self.dots_per_inch = dots_per_inch
 
     def _write(self, trainer: Any, pl_module: Any, sample: Sample, name: str, title: str) -> None:
-        if sample.prediction_points.shape[1] != 2:
+        prediction = pl_module.latest_prediction
+        if not len(sample.prediction_points):
+            return
+        if sample.prediction_points.shape[1] == 2:
+            figure = draw_case(sample, prediction, title)
+        elif hasattr(trainer.datamodule, "case_mesh"):
+            mesh = shared_mesh(trainer, pl_module, sample.case)
+            if not is_surface(mesh):
+                return
+            heading = "      ".join(text for text in (title, force_text(sample, prediction, ("Cd", "Cl"))) if text)
+            place = getattr(trainer.datamodule, "field_association", "point")
+            figure = draw_surface_case(sample, prediction, mesh, heading, place, self.dots_per_inch)
+        else:
             return
         folder = Path(self.folder or Path(trainer.default_root_dir) / "pictures")
-        figure = draw_case(sample, pl_module.latest_prediction, title)
         with written_whole(folder / f"{safe_name(name)}.png") as path:
             figure.savefig(path, dpi=self.dots_per_inch)
 
@@ -55,6 +71,7 @@ class PictureWriter(Callback):
         title = f"{batch.case}   epoch {epoch}, step {trainer.global_step}" if trainer.state.fn == "fit" else batch.case
         name = f"validation_epoch{epoch:04d}" if trainer.state.fn == "fit" else f"validation_{batch.case}"
         self._write(trainer, pl_module, batch, name, title)
+        pl_module.latest_mesh = None  # of a training: not to be kept
 
     def on_predict_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Sample, batch_idx: int, dataloader_idx: int = 0
@@ -104,7 +121,7 @@ def draw_case(sample: Sample, prediction: dict[str, Tensor], title: str = "") ->
     for row, name in enumerate(shown):
         axes = [(page.panel(figure, row, column), page.bar(figure, row, column)) for column in range(3)]
         _draw_field(figure, axes, name, mesh, truth[name], predicted[name], outline, window)
-    forces = _force_text(sample, prediction)
+    forces = force_text(sample, prediction)
     for number, curve in enumerate(surface):
         _draw_curve(page.curve(figure, number), "" if number else forces, *curve)
     return figure
@@ -302,14 +319,15 @@ def _draw_curve(
     axis.tick_params(labelsize=8)
 
 
-def _force_text(sample: Sample, prediction: dict[str, Tensor]) -> str:
-    """The force coefficients in words: "Cl 0.512 (predicted 0.498)"."""
+def force_text(sample: Sample, prediction: dict[str, Tensor], names: tuple[str, ...] | None = None) -> str:
+    """The force coefficients in words, all or the named ones: "Cl 0.512 (predicted 0.498)"; "" without a surface."""
     if not can_integrate(sample.force_surface, list(prediction)):
         return ""
     assert sample.force_surface is not None
     true = force_coefficients(sample.force_surface, flatten_data(sample.targets)).total
     predicted = force_coefficients(sample.force_surface, prediction).total
-    return "   ".join(f"{name} {float(true[name]):.4f} (predicted {float(predicted[name]):.4f})" for name in true)
+    shown = [name for name in names or true if name in true]
+    return "   ".join(f"{name} {float(true[name]):.4f} (predicted {float(predicted[name]):.4f})" for name in shown)
 
 
 def _size(values: np.ndarray) -> np.ndarray:

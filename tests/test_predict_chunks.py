@@ -1,0 +1,89 @@
+"""Prediction in bounded memory: chunks, one at a time."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from conftest import make_sample
+from helpers import fields_of, make_case, make_model, relative_error
+from test_module import module
+
+from globe_lightning.fields import flatten_data
+
+
+def chunked(model, case, size):
+    parts = [flatten_data(part) for part in model.predict_chunks(*case.arguments(), prediction_chunk_size=size)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, parts
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("size", [1, 7, 31, 40, None, "auto"])
+def test_exact_predictions_do_not_depend_on_chunks(dims, size):
+    model, case = make_model(dims), make_case(dims)
+    found, parts = chunked(model, case, size)
+    assert relative_error(found, fields_of(model, case, prediction_chunk_size=None)) < 1e-12
+    assert all(not value.requires_grad for value in found.values())
+    if size == 7:
+        assert [len(part["C_p"]) for part in parts] == [7, 7, 7, 7, 3]
+
+
+@pytest.mark.parametrize("expand", [False, True])
+def test_with_a_tree_they_equal_the_forward_pass_in_the_same_chunks(expand):
+    model, case = make_model(3, theta=1.0, expand_far_targets=expand), make_case(3, 60, 20, 101)
+    found, _ = chunked(model, case, 16)
+    assert relative_error(found, fields_of(model, case, prediction_chunk_size=16)) < 1e-12
+
+
+def test_faces_communicate_once_and_one_plan_lives_at_a_time(monkeypatch):
+    from globe_lightning.models import globe
+
+    model, case = make_model(3, theta=1.0), make_case(3, 60, 20, 101)
+    targets, alive = [], []
+    original = globe.evaluate_plan
+
+    def spy(plan, *args, **options):
+        targets.append(plan.n_points)
+        alive.append(sum(type(item).__name__ == "PredictionPlan" for item in gc.get_objects()))
+        return original(plan, *args, **options)
+
+    monkeypatch.setattr(globe, "evaluate_plan", spy)
+    for _ in model.predict_chunks(*case.arguments(), prediction_chunk_size=25):
+        pass
+    assert targets == [80, 80, 25, 25, 25, 25, 1]
+    assert max(alive) == 1
+
+
+def test_no_points_and_wrong_sizes():
+    model, case = make_model(2), make_case(2)
+    case.prediction_points = case.prediction_points[:0]
+    assert list(model.predict_chunks(*case.arguments())) == []
+    with pytest.raises(ValueError, match="prediction_chunk_size"):
+        next(model.predict_chunks(*case.arguments(), prediction_chunk_size=0))
+
+
+def test_the_callers_autocast_stays_its_own():
+    model, case = make_model(2, torch.float32), make_case(2, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in model.predict_chunks(*case.arguments(), prediction_chunk_size=10):
+            assert torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("size", [7, None])
+def test_the_module_gathers_all_points(size):
+    model, sample = module(prediction_chunk_size=size), make_sample(2)
+    found = model.predict_fields(sample, device="cpu", progress=True)
+    with torch.no_grad():
+        expected = flatten_data(model(sample))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_bad_number_names_the_case_in_prediction():
+    sample = make_sample(3)
+    sample.prediction_points[5, 0] = torch.nan
+    with pytest.raises(ValueError, match="case3"):
+        module().predict_fields(sample)

@@ -95,8 +95,9 @@ def test_losses_and_metrics_are_logged(tmp_path):
         for metric in ("mse", "relative_l2", "mse_case_std", "r2_case_std", "mse_train_std", "r2_train_std"):
             assert f"val/{name}/{metric}" in logged, (name, metric)
     for coefficient in ("Cl", "Cd"):
-        for metric in ("mae", "relative_error", "spearman"):
+        for metric in ("mae", "rmse", "spearman"):
             assert f"val/forces/{coefficient}/{metric}" in logged
+    assert "val/forces/Cd/relative_error" in logged
     assert all(math.isfinite(value) for value in logged.values())
     total = sum(logged[f"val/loss/{name}"] for name in names)
     assert float(logged["val/loss"]) == pytest.approx(float(total), rel=1e-6)

@@ -50,6 +50,7 @@ NETWORK_ARGUMENTS = (
     "expand_far_targets",
     "use_gradient_checkpointing",
     "tree_build_device",
+    "initial_amplitude",
 )
 """The constructor arguments that are GLOBE's own."""
 
@@ -84,6 +85,8 @@ class GlobeLightningModule(pl.LightningModule):
         expand_far_targets: evaluate each target of a far pair by itself.
         use_gradient_checkpointing: recompute kernels in the backward pass instead of storing them.
         tree_build_device: where trees and plans are built, "cpu" or "cuda"; None where the sample is.
+        initial_amplitude: size of a fresh Pade kernel's outputs; about one over the sum of the face areas, over the
+            reference area, that act on a face.
         loss_scales: {field: error that counts as large}; 1 for fields not named.
         optimizer: "muon" (Muon for matrices, RAdam for the rest), "radam" or "adamw".
         lr: learning rate.
@@ -124,6 +127,7 @@ class GlobeLightningModule(pl.LightningModule):
         expand_far_targets: bool = False,
         use_gradient_checkpointing: bool = True,
         tree_build_device: str | None = None,
+        initial_amplitude: float = 1.0,
         loss_scales: dict[str, float] | None = None,
         optimizer: Literal["muon", "radam", "adamw"] = "muon",
         lr: float = 1e-3,

@@ -69,6 +69,8 @@ class GLOBE(nn.Module):
         theta: opening angle of the tree; 0 is exact.
         leaf_size: largest number of points of a tree's leaf.
         network_type: "pade" or "mlp".
+        initial_amplitude: size of a fresh Pade kernel's outputs. Best so that strengths stay near one from layer to
+            layer: about one over the sum of the face areas, over the reference area, that act on a face.
         self_regularization_beta: bounds the Pade network by 1/beta; None leaves it unbounded.
         latent_compression_scale: C of the compression C asinh(t/C) of strengths and latents; None for none.
         expand_far_targets: evaluate far pairs at every target by itself: smoother fields, many more evaluations.
@@ -105,6 +107,7 @@ class GLOBE(nn.Module):
         expand_far_targets: bool = False,
         use_gradient_checkpointing: bool = True,
         tree_build_device: str | None = None,
+        initial_amplitude: float = 1.0,
     ) -> None:
         super().__init__()
         _require(n_spatial_dims in (2, 3), "n_spatial_dims", n_spatial_dims, "2 or 3")
@@ -124,6 +127,7 @@ class GLOBE(nn.Module):
         _require(all(size > 0 for size in hidden_layer_sizes), "hidden_layer_sizes", hidden_layer_sizes, "sizes > 0")
         _require(len(hidden_layer_sizes) > 0, "hidden_layer_sizes", "none", "at least one hidden layer")
         _require(n_spherical_harmonics >= 0, "n_spherical_harmonics", n_spherical_harmonics, ">= 0")
+        _require(initial_amplitude > 0, "initial_amplitude", initial_amplitude, "a positive number")
         _require(theta >= 0, "theta", theta, ">= 0")
         _require(leaf_size >= 1, "leaf_size", leaf_size, ">= 1")
         beta, scale = self_regularization_beta, latent_compression_scale
@@ -182,6 +186,7 @@ class GLOBE(nn.Module):
                             n_spherical_harmonics=n_spherical_harmonics,
                             network_type=network_type,
                             self_regularization_beta=self_regularization_beta,
+                            initial_amplitude=initial_amplitude,
                         )
                         for kind in self.source_layouts
                     }

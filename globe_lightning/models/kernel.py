@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from globe_lightning.fields import FieldLayout
 from globe_lightning.models.features import legendre, magnitude_and_direction, smooth_log
-from globe_lightning.models.networks import START, Weights, hidden_layers, make_network
+from globe_lightning.models.networks import Weights, hidden_layers, make_network
 
 
 @dataclass
@@ -63,7 +63,8 @@ class Kernel(nn.Module):
         source_data_ranks: per-source fields (latents, normals, physical data).
         global_data_ranks: per-sample fields.
         reference_length_ratios: names "k1_k2" of the logarithmic length ratios among the input columns.
-        hidden_layer_sizes, n_spherical_harmonics, network_type, self_regularization_beta: as of ``GLOBE``.
+        hidden_layer_sizes, n_spherical_harmonics, network_type, self_regularization_beta, initial_amplitude: as of
+            ``GLOBE``.
     """
 
     _output_rows: Tensor
@@ -82,6 +83,7 @@ class Kernel(nn.Module):
         n_spherical_harmonics: int = 4,
         network_type: str = "pade",
         self_regularization_beta: float | None = None,
+        initial_amplitude: float = 1.0,
     ) -> None:
         super().__init__()
         outputs = FieldLayout(output_field_ranks, n_spatial_dims, "output_field_ranks")
@@ -95,7 +97,9 @@ class Kernel(nn.Module):
         self.global_columns = global_scalar_order(globals_.scalars, reference_length_ratios)
         n_inputs = self._index_columns(len(self.global_columns) + len(sources.scalars))
         n_outputs = self.n_scalars + self.n_vector_outputs * (1 + 2 * self.n_vectors)
-        self.network = make_network(network_type, n_inputs, hidden_layer_sizes, n_outputs, self_regularization_beta)
+        self.network = make_network(
+            network_type, n_inputs, hidden_layer_sizes, n_outputs, self_regularization_beta, initial_amplitude
+        )
         order = self._output_order(outputs)
         self.register_buffer("_output_rows", self.network.order_outputs(order), persistent=False)
 
@@ -136,7 +140,7 @@ class Kernel(nn.Module):
     @torch.no_grad()
     def start_positive(self, scalars: Sequence[int]) -> None:
         """Let some scalar outputs (by their place among the sorted scalars) start positive, of the order of one."""
-        self.network.perceptron().linears()[-1].bias[self._output_rows[list(scalars)]] = START
+        self.network.perceptron().linears()[-1].bias[self._output_rows[list(scalars)]] = self.network.initial_numerator
 
     def weights(self, dtype: torch.dtype) -> Weights:
         """The network's weights in the precision of the products: source and pair columns apart, outputs ordered.

@@ -17,9 +17,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Largest numerator of a fresh Pade network: outputs then have the order of one.
-START = 1.5
-
 
 class Perceptron(nn.Module):
     """Linear-SiLU-…-Linear; ``layers`` holds linear layers at even and activations at odd places."""
@@ -91,6 +88,8 @@ class KernelNetwork(nn.Module):
     """Network of one kernel branch with ``n_outputs`` outputs F; subclasses say what follows the perceptron."""
 
     n_outputs: int
+    initial_numerator: float = 1.5
+    """The size of what a fresh network's last linear layer puts out."""
 
     def perceptron(self) -> Perceptron:
         """The perceptron that holds all parameters."""
@@ -118,13 +117,16 @@ class PadeNetwork(KernelNetwork):
         hidden_layer_sizes: Sequence[int],
         n_outputs: int,
         self_regularization_beta: float | None = None,
+        initial_amplitude: float = 1.0,
     ) -> None:
         super().__init__()
         self.n_outputs = n_outputs
         self.self_regularization_beta = self_regularization_beta
         self.combined_mlp = Perceptron(n_inputs, hidden_layer_sizes, 2 * n_outputs)
         # p^2 of a default initialisation is so small that, layer upon layer, outputs and gradients would vanish.
-        nn.init.uniform_(self.combined_mlp.linears()[-1].bias.data[:n_outputs], -START, START)
+        self.initial_numerator = 1.5 * initial_amplitude**0.5
+        bias = self.combined_mlp.linears()[-1].bias.data[:n_outputs]
+        nn.init.uniform_(bias, -self.initial_numerator, self.initial_numerator)
 
     def perceptron(self) -> Perceptron:
         """The perceptron that holds all parameters."""
@@ -167,6 +169,7 @@ def make_network(
     hidden_layer_sizes: Sequence[int],
     n_outputs: int,
     self_regularization_beta: float | None,
+    initial_amplitude: float = 1.0,
 ) -> KernelNetwork:
     """Build the network named ``network_type``: "pade" or "mlp".
 
@@ -174,7 +177,7 @@ def make_network(
         ValueError: another name.
     """
     if network_type == "pade":
-        return PadeNetwork(n_inputs, hidden_layer_sizes, n_outputs, self_regularization_beta)
+        return PadeNetwork(n_inputs, hidden_layer_sizes, n_outputs, self_regularization_beta, initial_amplitude)
     if network_type == "mlp":
         return TanhNetwork(n_inputs, hidden_layer_sizes, n_outputs)
     raise ValueError(f'network_type: expected "pade" or "mlp", found {network_type!r}')

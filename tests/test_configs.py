@@ -26,7 +26,7 @@ def test_every_config_trains_and_tests(path, tmp_path, monkeypatch):
         f"--config={path}",
         "--data.init_args.root=samples",
         f"--data.init_args.cache_dir={tmp_path / 'cache'}",
-        "--data.init_args.n_train_points=32",
+        "--data.init_args.n_train_points=80",
         "--data.init_args.num_workers=0",
         "--data.init_args.persistent_workers=false",
         "--trainer.max_epochs=1",

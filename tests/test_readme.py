@@ -1,0 +1,91 @@
+"""The README's commands and its Python are run, shortened."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from globe_lightning.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SHORT = [
+    "--data.init_args.n_train_points=16",
+    "--data.init_args.n_train_wall_points=4",
+    "--data.init_args.n_validation_points=200",
+    "--data.init_args.n_boundary_faces=16",
+    "--model.hidden_layer_sizes=[4]",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+    "--trainer.limit_val_batches=1",
+    "--trainer.limit_test_batches=1",
+    "--trainer.limit_predict_batches=1",
+    "--trainer.limit_train_batches=1",
+    "--trainer.precision=32-true",
+]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def globe_commands() -> list[list[str]]:
+    """Every ``globe …`` of the README's shell blocks, in order, as arguments."""
+    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    parts = [part.strip() for line in lines for part in line.split("&&")]
+    return [shlex.split(part, comments=True)[1:] for part in parts if part.startswith("globe ")]
+
+
+def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From an empty folder, in the README's order; the full dataset's place is taken by the embedded cases."""
+    import datamodules
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AIRFRANS_DATA_DIR", str(Path(datamodules.__file__).parent / "samples" / "airfoils"))
+    commands = globe_commands()
+    assert {"fit", "test", "predict", "prepare"} <= {command[0] for command in commands}
+    more = 1
+    for command in commands:
+        shortened = [part for part in command if not part.isdigit() and part != "--trainer.max_epochs"]
+        short = [f"--data.init_args.cache_dir={tmp_path / 'cache'}"]
+        if command[0] != "prepare":
+            short += [*SHORT, f"--trainer.max_epochs={more}"]
+            more += command[0] == "fit"
+        main([*shortened, *short])
+    run = tmp_path / "runs" / "quickstart"
+    for name in ("config.yaml", "metrics.csv", "checkpoints", "pictures", "predictions"):
+        assert (run / name).exists(), f"the README promises {name} in the run folder"
+    assert list((run / "predictions").glob("*.vtu")) and (run / "predictions" / "forces.csv").is_file()
+
+
+def test_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python of the README, on a tenth of a case."""
+    from datamodules import AirFRANSDataModule
+
+    monkeypatch.chdir(tmp_path)
+    limits = {"limit_train_batches": 1, "limit_val_batches": 1, "limit_test_batches": 1, "logger": False}
+    monkeypatch.setattr(pl, "Trainer", partial(pl.Trainer, enable_checkpointing=False, **limits))
+    monkeypatch.setattr(
+        "datamodules.AirFRANSDataModule",
+        partial(AirFRANSDataModule, cache_dir=str(tmp_path / "cache"), n_boundary_faces=16, n_validation_points=100),
+    )
+    (code,) = blocks("python")
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["trainer"].callback_metrics["test/loss"] > 0
+
+
+def test_test_command_is_the_one_that_continuous_integration_runs() -> None:
+    command = re.search(r"Tests: `([^`]+)`", README)
+    assert command and command[1] in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_links_to_files_exist() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("https://") or (ROOT / target).is_file(), f"README.md links to {target}"

@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHORT = [
     "--data.init_args.n_train_points=16",
-    "--data.init_args.n_train_wall_points=4",
     "--data.init_args.n_validation_points=200",
     "--data.init_args.n_boundary_faces=16",
     "--model.hidden_layer_sizes=[4]",
@@ -55,13 +54,16 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         shortened = [part for part in command if not part.isdigit() and part != "--trainer.max_epochs"]
         short = [f"--data.init_args.cache_dir={tmp_path / 'cache'}"]
         if command[0] != "prepare":
-            short += [*SHORT, f"--trainer.max_epochs={more}"]
+            cars = any("drivaer" in part for part in command)
+            own = "n_floor_cells=3" if cars else "n_train_wall_points=4"
+            short += [*SHORT, f"--data.init_args.{own}", f"--trainer.max_epochs={more}"]
             more += command[0] == "fit"
         main([*shortened, *short])
     run = tmp_path / "runs" / "quickstart"
     for name in ("config.yaml", "metrics.csv", "checkpoints", "pictures", "predictions"):
         assert (run / name).exists(), f"the README promises {name} in the run folder"
     assert list((run / "predictions").glob("*.vtu")) and (run / "predictions" / "forces.csv").is_file()
+    assert list((tmp_path / "runs" / "drivaer_quickstart" / "predictions").glob("*.vtp"))
 
 
 def test_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

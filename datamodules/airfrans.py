@@ -25,7 +25,7 @@ from datamodules.airfrans_source import (
     VISCOSITY,
     AirFRANSSource,
 )
-from datamodules.base import MeshDataModule, dataset_root
+from datamodules.base import ORIENTATIONS, MeshDataModule, dataset_root, require_choice, require_counts
 from globe_lightning.sample import Sample, SampleSchema
 
 if TYPE_CHECKING:
@@ -105,20 +105,12 @@ class AirFRANSDataModule(MeshDataModule):
             persistent_workers=persistent_workers,
             seed=seed,
         )
-        for name, value, allowed in (
-            ("task", task, TASKS),
-            ("orientation", orientation, ("outward", "inward", "file")),
-            ("force_normals", force_normals, ("vertex", "face")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, found {value!r}")
-        for name, count in (
-            ("n_train_points", n_train_points),
-            ("n_validation_points", n_validation_points),
-            ("n_boundary_faces", n_boundary_faces),
-        ):
-            if count is not None and count < 1:
-                raise ValueError(f"{name}: expected a positive number or null, found {count}")
+        require_choice("task", task, TASKS)
+        require_choice("orientation", orientation, ORIENTATIONS)
+        require_choice("force_normals", force_normals, ("vertex", "face"))
+        require_counts(
+            n_train_points=n_train_points, n_validation_points=n_validation_points, n_boundary_faces=n_boundary_faces
+        )
         if n_train_wall_points < 0 or (n_train_points is not None and n_train_wall_points > n_train_points):
             raise ValueError(
                 f"n_train_wall_points: expected 0 to n_train_points ({n_train_points}), found {n_train_wall_points}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,23 @@ class EpochDataLoader(DataLoader):
                 # The order of an epoch is the same in a resumed run and for any number of workers.
                 self.sampler.generator.manual_seed(stable_seed(self.dataset.seed, "order", self.dataset.epoch))
         return super().__iter__()
+
+
+ORIENTATIONS = ("outward", "inward", "file")
+"""Where source normals may point: into the fluid, into the body, or as the files' winding has them."""
+
+
+def require_choice(argument: str, value: object, allowed: Collection[str]) -> None:
+    """Refuse a value that is not among the allowed ones, with a ValueError that names the argument."""
+    if value not in allowed:
+        raise ValueError(f"{argument}: expected one of {', '.join(map(repr, allowed))}, found {value!r}")
+
+
+def require_counts(**counts: int | None) -> None:
+    """Refuse counts that are neither None nor positive, with a ValueError that names the argument."""
+    for argument, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{argument}: expected a positive number or null, found {count}")
 
 
 class MeshDataModule(LightningDataModule, ABC):

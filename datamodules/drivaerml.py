@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datamodules.base import MeshDataModule, dataset_root
+from datamodules.base import ORIENTATIONS, MeshDataModule, dataset_root, require_choice, require_counts
 from datamodules.drivaerml_source import (
     KINEMATIC_PRESSURE_ARRAY,
     PRESSURE,
@@ -111,19 +111,11 @@ class DrivAerMLDataModule(MeshDataModule):
             persistent_workers=persistent_workers,
             seed=seed,
         )
-        for name, value, allowed in (
-            ("targets", targets, ("vertices", "cells")),
-            ("orientation", orientation, ("outward", "inward", "file")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, found {value!r}")
-        for name, count in (
-            ("n_train_points", n_train_points),
-            ("n_validation_points", n_validation_points),
-            ("n_boundary_faces", n_boundary_faces),
-        ):
-            if count is not None and count < 1:
-                raise ValueError(f"{name}: expected a positive number or null, found {count}")
+        require_choice("targets", targets, ("vertices", "cells"))
+        require_choice("orientation", orientation, ORIENTATIONS)
+        require_counts(
+            n_train_points=n_train_points, n_validation_points=n_validation_points, n_boundary_faces=n_boundary_faces
+        )
         if n_floor_cells < 1:
             raise ValueError(f"n_floor_cells: expected a positive number, found {n_floor_cells}")
         self.root = root

@@ -1,17 +1,14 @@
-"""What the tests of the core share: golden cases, small random models and samples, a counter of device syncs."""
+"""What the tests of the core share: golden cases, small random models and samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from globe_lightning import GLOBE, BoundaryMesh
 from globe_lightning.fields import flatten_data
@@ -230,67 +227,3 @@ def gradients_of(model: GLOBE, case: Case, **options: Any) -> dict[str, Tensor]:
     model.zero_grad()
     sum(field.square().sum() for field in fields_of(model, case, **options).values()).backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-# Device syncs
-
-_ALWAYS = {
-    "aten::_local_scalar_dense",
-    "aten::is_nonzero",
-    "aten::nonzero",
-    "aten::nonzero_numpy",
-    "aten::argwhere",
-    "aten::masked_select",
-    "aten::masked_scatter",
-    "aten::_unique",
-    "aten::_unique2",
-    "aten::unique_dim",
-    "aten::unique_consecutive",
-    "aten::unique_dim_consecutive",
-    "aten::bincount",
-    "aten::allclose",
-    "aten::equal",
-    "aten::histc",
-    "aten::combinations",
-}
-_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
-
-
-class _DispatchCounter(TorchDispatchMode):
-    def __init__(self, found: list[str]) -> None:
-        super().__init__()
-        self.found = found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name
-        if name in _ALWAYS:
-            self.found.append(name)
-        elif name in _INDEXING:
-            if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
-                self.found.append(f"{name} with a mask")
-        elif name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
-            self.found.append(f"{name} without output_size")
-        return func(*args, **kwargs)
-
-
-class _HostCounter(TorchFunctionMode):
-    """Reads to the host that never reach the dispatcher on a CPU; ``item`` and its kin are counted there."""
-
-    def __init__(self, found: list[str]) -> None:
-        super().__init__()
-        self.found = found
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in ("tolist", "numpy", "__array__"):
-            self.found.append(f"Tensor.{name}")
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def count_syncs() -> Iterator[list[str]]:
-    """Names of all data-dependent operations within the block: on a GPU each waits for the device."""
-    found: list[str] = []
-    with _HostCounter(found), _DispatchCounter(found):
-        yield found

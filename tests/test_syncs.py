@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import count_syncs, fields_of, make_case, make_model
+from helpers import fields_of, make_case, make_model
+from syncs import count_syncs
 
 from globe_lightning.tree.cluster_tree import build_forest
 from globe_lightning.tree.plan import build_plan

@@ -1,0 +1,64 @@
+"""The benchmarks themselves, tried on tiny sizes: they run, and what they measure is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import cases
+import compare
+import measure
+import pytest
+import torch
+
+from globe_lightning import BoundaryMesh
+
+
+@pytest.mark.parametrize("n_faces", [96, 500, 1000])
+def test_the_body_is_closed_and_its_normals_point_outward(n_faces: int) -> None:
+    mesh = BoundaryMesh(*cases.closed_body(n_faces))
+    assert mesh.n_faces == n_faces
+    directed = mesh.normals * mesh.areas.unsqueeze(1)
+    assert directed.sum(dim=0).norm() < 1e-4 * mesh.areas.sum()
+    # The divergence theorem: the volume is positive, and of a car's size.
+    assert 4 < float((directed * mesh.centroids).sum() / 3) < 4.6 * 1.9 * 1.4
+    with pytest.raises(ValueError, match="n_faces"):
+        cases.closed_body(2 * 97)
+
+
+def test_floors_and_airfoil() -> None:
+    _, geometry = cases.make(3, 500)
+    kinds = {kind: BoundaryMesh(*mesh) for kind, mesh in geometry.meshes.items()}
+    assert kinds["slip_floor"].n_faces == kinds["no_slip_floor"].n_faces == 722
+    assert (kinds["slip_floor"].normals[:, 2] > 0.999).all()
+    assert float(kinds["slip_floor"].areas.sum()) == pytest.approx(22 * (10 - 2.339), rel=1e-4)
+    _, geometry = cases.make(2, 100)
+    mesh = BoundaryMesh(*geometry.meshes["no_slip"])
+    directed = mesh.normals * mesh.areas.unsqueeze(1)
+    assert float((directed * mesh.centroids).sum().abs() / 2) == pytest.approx(0.0822, rel=2e-2)  # its area
+    assert len(geometry.points) == 2048
+
+
+def test_products_are_seen_and_done_again() -> None:
+    a, b = torch.rand(4, 3, requires_grad=True), torch.rand(5, 3)
+    found = measure.record_products(lambda: (a @ b.t()).sum().backward())
+    assert sum(found.values()) == 2
+    measure.bare_products(found)()
+    assert measure.timed(lambda: torch.ones(1 << 22).sum())["peak_mb"] > 10
+
+
+def test_a_small_comparison_of_this_project_alone(tmp_path: Path) -> None:
+    out = tmp_path / "bench"
+    sizes = ["--cases", "3:96", "2:32:1", "--boundaries", "500", "--points", "20", "--floor", "2"]
+    compare.main([*sizes, "--repetitions", "1", "--threads", "1", "--no-compile", "--out", str(out)])
+    stored = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
+    assert [case["case"] for case in stored["cases"]] == ["3:96", "2:32:1"]
+    first = stored["cases"][0]
+    assert first["evaluations"]["faces"] == 96 + 2 * 8
+    assert len(first["times"]["step"]["ours"]) == 1
+    counts = first["counts"]["ours"]
+    assert 0 < counts["plans"]["dispatched"] < counts["step"]["dispatched"]
+    assert counts["step"]["data_dependent"] == counts["plans"]["data_dependent"] > 0
+    assert set(stored["boundaries"][0]["times"]) == {"tree", "aggregate", "plan"}
+    lines = out.with_suffix(".md").read_text(encoding="utf-8").splitlines()
+    assert len({line.count("|") for line in lines[2:]}) == 1, "every row has the same cells"

@@ -35,6 +35,7 @@ from globe_lightning.callbacks.pictures import PictureWriter
 from globe_lightning.callbacks.predictions import PredictionWriter
 from globe_lightning.callbacks.progress import LossBar
 from globe_lightning.callbacks.tables import CaseTables
+from globe_lightning.commands import COMMANDS
 from globe_lightning.module import MONITOR, MONITOR_MODE, SCHEMA_ARGUMENTS, GlobeLightningModule, plain
 from globe_lightning.run_folder import RunFolder, RunLogger, written_whole
 
@@ -60,10 +61,14 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     import datamodules
 
+    arguments = [str(argument) for argument in (sys.argv[1:] if args is None else args)]
     for name in datamodules.__all__:  # imported classes can be named without their module
         getattr(datamodules, name)
     try:
-        GlobeCLI(args)
+        if arguments and arguments[0] in COMMANDS:
+            COMMANDS[arguments[0]](arguments[1:])
+        else:
+            GlobeCLI(arguments)
     except (OSError, ValueError, MisconfigurationException) as error:
         if os.environ.get("GLOBE_TRACEBACK"):
             raise

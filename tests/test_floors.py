@@ -28,10 +28,13 @@ FLOORS = {
     "globe_lightning.metrics": 2,
     "globe_lightning.optim": 2,
     "globe_lightning.run_folder": 3,
+    "globe_lightning.interop": 4,
     "globe_lightning.module": 4,
     "globe_lightning.callbacks": 4,
-    "globe_lightning.cli": 5,
-    "globe_lightning.__main__": 6,
+    "globe_lightning.sharing": 5,
+    "globe_lightning.commands": 6,
+    "globe_lightning.cli": 7,
+    "globe_lightning.__main__": 8,
 }
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 SCREENS = {"pyvista", "vtk", "matplotlib"}

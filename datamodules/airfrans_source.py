@@ -286,6 +286,7 @@ class AirFRANSSource(MeshSource):
             pressure_field=PRESSURE,
             shear_field=SHEAR,
             shear_sign=1.0,
+            vertex_normals=self.force_normals == "vertex",
         )
 
 

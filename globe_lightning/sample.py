@@ -39,6 +39,8 @@ class ForceSurface:
         solver_coefficients: the solver's own values where known, {"Cd": 0.31}.
         areas: a_f, (n_faces,) [m or m^2]; None takes |A_f|. A "face" that gathers parts of curved surface around a
             point has more area than its area vector is long.
+        vertex_normals: whether each area vector is the face's area times the mean of unit normals at its corners (each
+            the mean of the unit normals of the faces there), and not the face's own.
     """
 
     point_indices: Int[Tensor, "faces corners"]
@@ -50,6 +52,7 @@ class ForceSurface:
     shear_sign: float = 1.0
     solver_coefficients: dict[str, float] = field(default_factory=dict)
     areas: Float[Tensor, " faces"] | None = None
+    vertex_normals: bool = False
 
     def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> ForceSurface:
         """Move in place to a device; returns itself."""

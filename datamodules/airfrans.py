@@ -165,7 +165,7 @@ class AirFRANSDataModule(MeshDataModule):
         root = self.root_path()
         path = root / "manifest.json"
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file; expected the manifest of AirFRANS in its root folder")
+            raise FileNotFoundError(f"root: {path}: no such file; expected the manifest of AirFRANS there")
         try:
             manifest = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import MutableMapping, Sequence
+from argparse import ArgumentError
+from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,18 @@ from globe_lightning.callbacks.predictions import PredictionWriter
 from globe_lightning.callbacks.progress import LossBar
 from globe_lightning.callbacks.tables import CaseTables
 from globe_lightning.commands import COMMANDS
+from globe_lightning.config_errors import (
+    ConfigurationError,
+    check_trainer,
+    explain_building,
+    explain_parse_error,
+    explain_run_error,
+    explain_trainer,
+    read_sources,
+)
 from globe_lightning.module import MONITOR, MONITOR_MODE, SCHEMA_ARGUMENTS, GlobeLightningModule, plain
 from globe_lightning.run_folder import RunFolder, RunLogger, written_whole
+from globe_lightning.sharing import read_checkpoint
 
 WEIGHT_ARGUMENTS = (
     "n_communication_hyperlayers",
@@ -48,6 +59,8 @@ WEIGHT_ARGUMENTS = (
     "network_type",
 )
 """The model arguments, beside those that describe the data, on which the shapes of the weights depend."""
+
+CONFIG_FLAGS = ("--config", "-c")
 
 UNTRAINED = "untrained"
 """The value of ``--ckpt_path`` that asks for the network as it is before training."""
@@ -69,10 +82,13 @@ def main(args: Sequence[str] | None = None) -> None:
             COMMANDS[arguments[0]](arguments[1:])
         else:
             GlobeCLI(arguments)
-    except (OSError, ValueError, MisconfigurationException) as error:
-        if os.environ.get("GLOBE_TRACEBACK"):
+    except Exception as error:
+        message = explain_run_error(error)
+        if message is None and isinstance(error, (OSError, ValueError, ModuleNotFoundError, MisconfigurationException)):
+            message = str(error)
+        if message is None or os.environ.get("GLOBE_TRACEBACK"):
             raise
-        raise SystemExit(f"globe: error: {error}\n(set GLOBE_TRACEBACK=1 to see where it was raised)") from error
+        raise SystemExit(f"globe: error: {message}\n(set GLOBE_TRACEBACK=1 to see where it was raised)") from error
 
 
 class GlobeTrainer(pl.Trainer):
@@ -95,6 +111,10 @@ class GlobeCLI(LightningCLI):
     def __init__(self, args: Sequence[str] | None = None, run: bool = True) -> None:
         self._runs = run
         arguments = [str(argument) for argument in (sys.argv[1:] if args is None else args)]
+        if run and arguments and arguments[0].partition("=")[0] in CONFIG_FLAGS:
+            raise ConfigurationError("config: stands before the subcommand; expected globe fit --config FILE")
+        arguments = find_configs(arguments)
+        self._sources = read_sources(arguments, dict(config_values(arguments)))
         super().__init__(
             GlobeLightningModule,
             pl.LightningDataModule,
@@ -102,11 +122,15 @@ class GlobeCLI(LightningCLI):
             trainer_class=GlobeTrainer,
             seed_everything_default=42,
             subclass_mode_data=True,
-            args=find_configs(arguments),
+            args=arguments,
             run=run,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
         )
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """A parser that raises its errors, for :func:`main` to explain, and takes no abbreviated flags."""
+        return super().init_parser(exit_on_error=False, allow_abbrev=False, **kwargs)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -136,8 +160,20 @@ class GlobeCLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse, then fill in what belongs to the run folder."""
-        self.config = parser.parse_args(args)
+        """Parse; what cannot be parsed is explained."""
+        try:
+            self.config = parser.parse_args(args)
+        except ArgumentError as error:
+            known = self._subcommand_parsers.get(args[0] if args else "", parser) if self._runs else parser
+            keys = [action.dest for action in known._actions]
+            raise ConfigurationError(explain_parse_error(str(error), keys, self._sources)) from error
+
+    def _set_seed(self) -> None:
+        """Seed all generators."""
+        try:
+            super()._set_seed()
+        except ValueError as error:
+            raise ConfigurationError(f"seed_everything: {error}") from error
 
     def _parse_ckpt_path(self) -> None:
         """Resolve ``ckpt_path`` in the run folder and settle what the checkpoint's hyperparameters decide."""
@@ -150,7 +186,10 @@ class GlobeCLI(LightningCLI):
         config.ckpt_path = None if path is None else str(path)
         if path is not None:
             config.weights_only = True
-            stored = torch.load(path, weights_only=True, map_location="cpu", mmap=True).get("hyper_parameters", {})
+            try:
+                stored = read_checkpoint(path)["hyper_parameters"]
+            except ValueError as error:
+                raise ConfigurationError(f"ckpt_path: {error}") from error
             defaults = self._subcommand_parsers[name].get_defaults()["model"]
             settle_hyperparameters(config.model, stored, defaults)
 
@@ -188,6 +227,8 @@ class GlobeCLI(LightningCLI):
         """Send everything that is written into the run folder."""
         config = self.config[self.subcommand] if self.subcommand else self.config
         folder = self.run_folder
+        if self.subcommand not in (None, "prepare"):
+            folder.require_writable()
         config.trainer.default_root_dir = str(folder.path)
         for key, place in (("checkpoint", folder.checkpoints), ("predictions", folder.predictions)):
             name = "dirpath" if key == "checkpoint" else "folder"
@@ -198,12 +239,26 @@ class GlobeCLI(LightningCLI):
         if self.subcommand == "predict" and config.get("return_predictions") is None:
             config.return_predictions = False
 
+    def instantiate_classes(self) -> None:
+        """Build data module, model and trainer; what cannot be built is explained."""
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        check_trainer(config.trainer)
+        try:
+            super().instantiate_classes()
+        except ConfigurationError:
+            raise
+        except (ValueError, ModuleNotFoundError, MisconfigurationException) as error:
+            raise ConfigurationError(explain_building(error, config, self._sources)) from error
+
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """The trainer, with the run folder's CSV logger unless the configuration names another."""
         if self._get(self.config_init, "trainer").get("logger") in (None, True):
             part = "" if self.subcommand in (None, "fit") else f"_{self.subcommand}"
             kwargs["logger"] = RunLogger(str(self.run_folder.path), f"metrics{part}.csv")
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except Exception as error:  # Lightning judges its arguments with errors of any kind
+            raise ConfigurationError(explain_trainer(error, self._get(self.config, "trainer"))) from error
 
 
 class RunConfig(SaveConfigCallback):
@@ -273,22 +328,25 @@ def shipped_configs() -> Path:
     return inside if inside.is_dir() else here.parent / "configs"
 
 
+def config_values(arguments: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Position and value of every ``--config`` among the arguments."""
+    for position, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if equals and flag in CONFIG_FLAGS:
+            yield position, value
+        elif position and arguments[position - 1] in CONFIG_FLAGS:
+            yield position, argument
+
+
 def find_configs(arguments: Sequence[str]) -> list[str]:
     """The arguments with every ``--config`` that is not a file here replaced by the shipped one of that name.
 
     Raises:
         FileNotFoundError: there is neither; the message lists the shipped ones.
     """
-    found, expects = [], False
-    for argument in arguments:
-        flag, equals, value = argument.partition("=")
-        if expects:
-            found.append(_find_config(argument))
-        elif equals and flag in ("--config", "-c"):
-            found.append(f"{flag}={_find_config(value)}")
-        else:
-            found.append(argument)
-        expects = argument in ("--config", "-c")
+    found = list(arguments)
+    for position, value in config_values(arguments):
+        found[position] = arguments[position].removesuffix(value) + _find_config(value)
     return found
 
 

@@ -18,7 +18,13 @@ from globe_lightning.forces import can_integrate, force_coefficients, point_area
 from globe_lightning.losses import complete_scales, field_losses
 from globe_lightning.metrics import CaseMeans, FieldErrors, ForceErrors, RunningMean, TargetVariances
 from globe_lightning.models.globe import GLOBE
-from globe_lightning.optim import OPTIMIZERS, SCHEDULES, PlateauSchedule, StepSchedule, build_optimizer
+from globe_lightning.optim import (
+    TRAINING_ARGUMENTS,
+    PlateauSchedule,
+    StepSchedule,
+    build_optimizer,
+    check_training_arguments,
+)
 from globe_lightning.sample import Sample, SampleSchema
 
 MONITOR, MONITOR_MODE = "val/loss", "min"
@@ -143,12 +149,11 @@ class GlobeLightningModule(pl.LightningModule):
         values = {name: plain(value) for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         self.save_hyperparameters(values)
-        if optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer: expected one of {OPTIMIZERS}, found {optimizer!r}")
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule: expected one of {SCHEDULES}, found {schedule!r}")
-        if schedule == "plateau" and warmup_steps:
-            raise ValueError("warmup_steps: the plateau schedule has no warm-up; set 0, or schedule cosine or constant")
+        check_training_arguments(**{name: values[name] for name in TRAINING_ARGUMENTS})
+        if tree_build_device is not None and tree_build_device.partition(":")[0] not in ("cpu", "cuda"):
+            raise ValueError(f"tree_build_device: expected cpu, cuda or null, found {tree_build_device!r}")
+        if prediction_chunk_size not in ("auto", None) and int(prediction_chunk_size) < 1:
+            raise ValueError(f"prediction_chunk_size: expected auto, null or 1 or more, found {prediction_chunk_size}")
         self.schema = SampleSchema(**{name: values[name] for name in SCHEMA_ARGUMENTS if values[name] is not None})
         self.field_ranks = flatten_ranks(output_field_ranks, "output_field_ranks")
         self.network = GLOBE(**{name: values[name] for name in NETWORK_ARGUMENTS})

@@ -18,6 +18,54 @@ OPTIMIZERS = ("muon", "radam", "adamw")
 SCHEDULES = ("plateau", "cosine", "constant")
 
 
+TRAINING_ARGUMENTS = (
+    "optimizer",
+    "lr",
+    "weight_decay",
+    "schedule",
+    "warmup_steps",
+    "plateau_factor",
+    "plateau_patience_steps",
+    "plateau_threshold",
+    "min_lr_factor",
+)
+"""The arguments that describe an optimizer and its schedule."""
+
+
+def check_training_arguments(
+    optimizer: str,
+    lr: float,
+    weight_decay: float,
+    schedule: str,
+    warmup_steps: int,
+    plateau_factor: float,
+    plateau_patience_steps: int,
+    plateau_threshold: float,
+    min_lr_factor: float,
+) -> None:
+    """Judge the arguments of an optimizer and its schedule, before anything is built.
+
+    Raises:
+        ValueError: one is out of range; the message names it.
+    """
+    checks = {
+        "optimizer": (optimizer in OPTIMIZERS, optimizer, f"one of {OPTIMIZERS}"),
+        "lr": (0 < lr < math.inf, lr, "a positive number"),
+        "weight_decay": (0 <= weight_decay < math.inf, weight_decay, "0 or a positive number"),
+        "schedule": (schedule in SCHEDULES, schedule, f"one of {SCHEDULES}"),
+        "warmup_steps": (warmup_steps >= 0, warmup_steps, "0 or a number of steps"),
+        "plateau_factor": (0 < plateau_factor < 1, plateau_factor, "a number between 0 and 1"),
+        "plateau_patience_steps": (plateau_patience_steps >= 1, plateau_patience_steps, "1 or more steps"),
+        "plateau_threshold": (0 <= plateau_threshold < 1, plateau_threshold, "0 <= threshold < 1"),
+        "min_lr_factor": (0 <= min_lr_factor <= 1, min_lr_factor, "a fraction from 0 to 1"),
+    }
+    for name, (good, found, expected) in checks.items():
+        if not good:
+            raise ValueError(f"{name}: expected {expected}, found {found!r}")
+    if schedule == "plateau" and warmup_steps:
+        raise ValueError("warmup_steps: the plateau schedule has no warm-up; set 0, or schedule cosine or constant")
+
+
 class MuonRAdam(Optimizer):
     """Muon for matrices and RAdam for everything else, as one optimizer.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,22 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.predictions = self.path / "predictions"
         self.pictures = self.path / "pictures"
+
+    def require_writable(self) -> None:
+        """Create the folder and try to write in it.
+
+        Raises:
+            OSError: it cannot be written to; the message says what to set.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            raise OSError(
+                f"run.root: cannot write to {self.path} ({error.strerror}); set run.root (--run.root) and run.name to "
+                "a folder that can be written to"
+            ) from error
 
     def last_checkpoint(self) -> Path | None:
         """The checkpoint to resume from, None if there is none."""

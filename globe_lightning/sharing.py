@@ -25,12 +25,16 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected a checkpoint of this package (.ckpt)")
     try:
-        found = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # of other files, torch raises all sorts
-        reason = next(iter(str(error).splitlines()), "")[:200]
-        raise ValueError(f"{path}: not a checkpoint of this package (.ckpt): {reason}") from error
-    if not isinstance(found, dict) or not {"state_dict", "hyper_parameters", SCHEMA_KEY} <= set(found):
-        raise ValueError(f"{path}: expected a checkpoint of this package, with its hyperparameters and data schema")
+        found = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except PermissionError:
+        raise
+    except Exception as error:  # torch has another one for every kind of damage
+        reason = "it holds Python objects, which are not loaded" if "Unsupported" in str(error) else "damaged"
+        raise ValueError(f"{path}: not a checkpoint of this package ({reason}); expected one of globe fit") from error
+    expected = {"state_dict", "hyper_parameters", "pytorch-lightning_version", SCHEMA_KEY}
+    if not isinstance(found, dict) or not expected <= set(found):
+        holds = f"a mapping of {sorted(map(str, found))[:8]}" if isinstance(found, dict) else type(found).__name__
+        raise ValueError(f"{path}: not a checkpoint of this package (it holds {holds}); expected one of globe fit")
     return found
 
 

@@ -31,6 +31,7 @@ FLOORS = {
     "globe_lightning.sensitivity": 3,
     "globe_lightning.run_folder": 3,
     "globe_lightning.interop": 4,
+    "globe_lightning.config_errors": 3,
     "globe_lightning.module": 4,
     "globe_lightning.callbacks": 4,
     "globe_lightning.sharing": 5,

@@ -36,6 +36,10 @@ class PictureWriter(Callback):
     def __init__(
         self, folder: str | None = None, every_n_epochs: int = 10, predicted: bool = True, dots_per_inch: int = 110
     ) -> None:
+        if every_n_epochs < 0:
+            raise ValueError(f"every_n_epochs: expected 0 (never) or a number of epochs, found {every_n_epochs}")
+        if dots_per_inch < 1:
+            raise ValueError(f"dots_per_inch: expected a positive number, found {dots_per_inch}")
         self.folder = folder
         self.every_n_epochs = every_n_epochs
         self.predicted = predicted

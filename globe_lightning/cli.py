@@ -26,7 +26,6 @@ configure_allocator(os.environ)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -36,6 +35,7 @@ from globe_lightning.callbacks.pictures import PictureWriter
 from globe_lightning.callbacks.predictions import PredictionWriter
 from globe_lightning.callbacks.progress import LossBar
 from globe_lightning.callbacks.tables import CaseTables
+from globe_lightning.callbacks.throughput import Throughput
 from globe_lightning.commands import COMMANDS
 from globe_lightning.config_errors import (
     ConfigurationError,
@@ -148,6 +148,7 @@ class GlobeCLI(LightningCLI):
         parser.add_lightning_class_args(PictureWriter, "pictures")
         parser.add_lightning_class_args(CaseTables, "tables")
         parser.add_lightning_class_args(LossBar, "progress_bar")
+        parser.add_lightning_class_args(Throughput, "throughput")
         parser.set_defaults(
             {
                 "checkpoint.monitor": MONITOR,

@@ -261,8 +261,8 @@ def explain_building(error: Exception, config: Any, sources: Sources) -> str:
     text = str(error).strip() or type(error).__name__
     if not text.startswith("Does not validate"):
         names = re.findall(r"^`?(\w+)", text) + re.findall(r"\b(\w+)=", text)
-        groups = ("model", "checkpoint", "predictions", "pictures")
-        keys = [f"{group}.{name}" for name in names for group in groups if name in config[group]]
+        groups = ("model", "checkpoint", "predictions", "pictures", "throughput", "time_limit")
+        keys = [f"{group}.{name}" for name in names for group in groups if name in (config.get(group) or ())]
         if not keys:
             return text
         key = next((key for key in keys if origin(key, sources)), keys[0])

@@ -57,6 +57,8 @@ NETWORK_ARGUMENTS = (
     "use_gradient_checkpointing",
     "tree_build_device",
     "initial_amplitude",
+    "chunk_bytes",
+    "compile",
 )
 """The constructor arguments that are GLOBE's own."""
 
@@ -93,6 +95,9 @@ class GlobeLightningModule(pl.LightningModule):
         tree_build_device: where trees and plans are built, "cpu" or "cuda"; None where the sample is.
         initial_amplitude: size of a fresh Pade kernel's outputs; about one over the sum of the face areas, over the
             reference area, that act on a face.
+        chunk_bytes: what the temporaries of all pairs in flight may take; None for the device's default (32 MiB a core
+            on a CPU, 2 GiB on a GPU).
+        compile: compile what is computed for a pair: faster after the first step.
         loss_scales: {field: error that counts as large}; 1 for fields not named.
         optimizer: "muon" (Muon for matrices, RAdam for the rest), "radam" or "adamw".
         lr: learning rate.
@@ -134,6 +139,8 @@ class GlobeLightningModule(pl.LightningModule):
         use_gradient_checkpointing: bool = True,
         tree_build_device: str | None = None,
         initial_amplitude: float = 1.0,
+        chunk_bytes: int | None = None,
+        compile: bool = False,
         loss_scales: dict[str, float] | None = None,
         optimizer: Literal["muon", "radam", "adamw"] = "muon",
         lr: float = 1e-3,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -27,4 +29,14 @@ def legendre(x: Float[Tensor, "..."], degree: int) -> list[Float[Tensor, "..."]]
     for n in range(1, degree + 1):
         out.append(current)
         previous, current = current, ((2 * n + 1) * x * current - n * previous) / (n + 1)
+    return out
+
+
+def legendre_derivatives(polynomials: Sequence[Float[Tensor, "..."]]) -> list[Float[Tensor, "..."]]:
+    """Derivatives of P_1 … P_n from their values: ``P'_(j+1) = P'_(j-1) + (2 j + 1) P_j``."""
+    before, current = torch.zeros_like(polynomials[0]), torch.ones_like(polynomials[0])
+    out = []
+    for n, polynomial in enumerate(polynomials, start=1):
+        out.append(current)
+        before, current = current, torch.add(before, polynomial, alpha=2 * n + 1)
     return out

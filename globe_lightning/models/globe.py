@@ -20,9 +20,9 @@ from globe_lightning.fields import FieldLayout, flatten_data
 from globe_lightning.mesh import BoundaryMesh
 from globe_lightning.models.boundaries import Boundary, face_table, point_table, sort_boundaries
 from globe_lightning.models.features import magnitude_and_direction
-from globe_lightning.models.interactions import SourceTable, evaluate_plan
+from globe_lightning.models.interactions import evaluate_plan
 from globe_lightning.models.kernel import SourceVectors
-from globe_lightning.models.multiscale import MultiscaleKernel, module_key
+from globe_lightning.models.multiscale import MultiscaleKernel, SourceTable, module_key
 from globe_lightning.models.plans import Planner, Plans, PredictionPlan, require_fitting
 from globe_lightning.tree.cluster_tree import ClusterForest
 from globe_lightning.tree.plan import InteractionPlan
@@ -76,6 +76,10 @@ class GLOBE(nn.Module):
         expand_far_targets: evaluate far pairs at every target by itself: smoother fields, many more evaluations.
         use_gradient_checkpointing: recompute pair temporaries in the backward pass: memory for time.
         tree_build_device: where trees and plans are built, e.g. "cpu"; None for the sample's own device.
+        chunk_bytes: what the temporaries of all pairs in flight may take; None for the device's default, see
+            ``memory``.
+        compile: compile what is computed for a pair, by ``torch.compile``: faster after the first step. Needs a C++
+            compiler on a CPU.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -108,6 +112,8 @@ class GLOBE(nn.Module):
         use_gradient_checkpointing: bool = True,
         tree_build_device: str | None = None,
         initial_amplitude: float = 1.0,
+        chunk_bytes: int | None = None,
+        compile: bool = False,
     ) -> None:
         super().__init__()
         _require(n_spatial_dims in (2, 3), "n_spatial_dims", n_spatial_dims, "2 or 3")
@@ -130,6 +136,7 @@ class GLOBE(nn.Module):
         _require(initial_amplitude > 0, "initial_amplitude", initial_amplitude, "a positive number")
         _require(theta >= 0, "theta", theta, ">= 0")
         _require(leaf_size >= 1, "leaf_size", leaf_size, ">= 1")
+        _require(chunk_bytes is None or chunk_bytes > 0, "chunk_bytes", chunk_bytes, "None or a positive number")
         beta, scale = self_regularization_beta, latent_compression_scale
         _require(beta is None or beta >= 0, "self_regularization_beta", beta, "None or >= 0")
         _require(scale is None or scale > 0, "latent_compression_scale", scale, "None or a positive number")
@@ -141,6 +148,7 @@ class GLOBE(nn.Module):
         self.latent_compression_scale = latent_compression_scale
         self.expand_far_targets = expand_far_targets
         self.use_gradient_checkpointing = use_gradient_checkpointing
+        self.chunk_bytes, self.compile_pairs = chunk_bytes, compile
         self.tree_build_device = None if tree_build_device is None else torch.device(tree_build_device)
         self.register_buffer("reference_area", torch.tensor(reference_area, dtype=torch.float32))
         self.register_buffer("smoothing_radius", torch.tensor(smoothing_radius, dtype=torch.float32), persistent=False)
@@ -450,16 +458,17 @@ class GLOBE(nn.Module):
             parts.append(data[:, len(layout.scalars) :].reshape(n_rows, -1, n_dims))
             vectors = SourceVectors.of(torch.cat(parts, dim=1), self.smoothing_radius.to(data.dtype))
             kernel: MultiscaleKernel = self.kernel_layers[layer][module_key(boundary.kind)]  # type: ignore[index]
-            branches = kernel.branches(
-                kernel.global_scalars(conditions, lengths, data.dtype),
-                scalars,
-                vectors,
-                dict(zip(self.reference_length_names, weights.unbind(1), strict=True)),
-                lengths,
-                product_dtype,
-            )
             tables.append(
-                SourceTable(positions.t().contiguous(), vectors.packed(), vectors.magnitudes.shape[0], branches)
+                kernel.source_table(
+                    boundary.kind,
+                    positions,
+                    kernel.global_scalars(conditions, lengths, data.dtype),
+                    scalars,
+                    vectors,
+                    weights.t(),
+                    lengths,
+                    product_dtype,
+                )
             )
         return tables
 
@@ -474,15 +483,21 @@ class GLOBE(nn.Module):
         """A hyperlayer's outputs at the target points, packed [scalars | vectors]."""
         checkpointing = self.use_gradient_checkpointing and torch.is_grad_enabled()
         smoothing = self.smoothing_radius.to(self.geometry_dtype)
-        out = evaluate_plan(plan, target_positions, tables, layout.n_columns, smoothing, checkpointing)
+        out = evaluate_plan(
+            plan,
+            target_positions,
+            tables,
+            layout.n_columns,
+            smoothing,
+            checkpointing,
+            self.chunk_bytes,
+            self.compile_pairs,
+        )
         if not torch.is_grad_enabled():
             return out
         # Kernels of types that this sample lacks get a gradient of zero, so that DDP needs no search for them.
-        present = {table.branches[0].kernel for table in tables}
-        layers: Any = self.kernel_layers
-        for kernel in layers[layer].values():
-            if not present & set(kernel.kernels.values()):
-                out = out + _nothing(kernel).to(out.dtype)
+        for kind in set(self.source_layouts) - {table.kind for table in tables}:
+            out = out + _nothing(self.kernel_layers[layer][module_key(kind)]).to(out.dtype)  # type: ignore[index]
         return out
 
     def _compress(self, packed: Float[Tensor, "n columns"]) -> Float[Tensor, "n columns"]:

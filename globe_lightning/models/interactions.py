@@ -2,74 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from globe_lightning.memory import pairs_per_chunk
-from globe_lightning.models.kernel import Kernel, SourceVectors
-from globe_lightning.models.multiscale import Branch
+from globe_lightning.models.multiscale import SourceTable
+from globe_lightning.models.pair_functions import PairFunctions, pair_functions
+from globe_lightning.models.pairs import KernelShape, Values, Weights
 from globe_lightning.tree.plan import DenseBlock, IndexedBlock, InteractionPlan
 from globe_lightning.tree.prefix_sums import push_down
 
+# More chunks in flight than this would gain little and cost a set of buffers each.
+MAX_WORKERS = 8
 
-@dataclass
-class SourceTable:
-    """The sources of one boundary type as columns of packed tables: points, then (if the plan uses them) nodes.
-
-    Attributes:
-        positions: (D, rows) [m].
-        vectors: packed source vectors (features, rows), see :meth:`SourceVectors.packed`.
-        n_vectors: K.
-        branches: one a reference length.
-    """
-
-    positions: Float[Tensor, "dims rows"]
-    vectors: Float[Tensor, "features rows"]
-    n_vectors: int
-    branches: list[Branch]
+Block = IndexedBlock | DenseBlock
+Share = TypeVar("Share")
+Result = TypeVar("Result")
 
 
-def evaluate_block(
-    block: IndexedBlock | DenseBlock,
-    target_positions: Float[Tensor, "dims targets"],
-    table: SourceTable,
-    smoothing_radius: Float[Tensor, ""],
-) -> Float[Tensor, "columns *pairs"]:
-    """Contributions of a block of pairs, summed over the branches; gathers and displacements are shared."""
-    displacement = block.gather_targets(target_positions) - block.gather_sources(table.positions)
-    distance = displacement.square().sum(dim=0, keepdim=True)
-    packed = block.gather_sources(table.vectors)
-    vectors = SourceVectors.unpacked(packed, table.n_vectors, target_positions.shape[0])
-    projections = (vectors.directions * displacement).sum(dim=1)
-    total = None
-    for branch in table.branches:
-        contribution = branch.kernel(
-            displacement,
-            distance,
-            projections,
-            vectors,
-            block.gather_sources(branch.hidden),
-            block.gather_sources(branch.strength),
-            branch.weights,
-            branch.inverse_length,
-            smoothing_radius,
-        )
-        total = contribution if total is None else total + contribution
-    assert total is not None
-    return total
+@dataclass(frozen=True)
+class Job:
+    """A block of pairs and the table its sources stand in."""
 
-
-def bytes_per_pair(kernel: Kernel, dtype: torch.dtype) -> int:
-    """Rough size of the temporaries of one pair of one branch: features, hidden layers, outputs and vectors."""
-    widths = [linear.out_features for linear in kernel.network.perceptron().linears()]
-    features = kernel.n_vectors * (2 * kernel.n_harmonics + kernel.n_dims + 4)
-    vectors = kernel.n_vector_outputs * (2 * kernel.n_vectors + 3 * kernel.n_dims)
-    return (2 * sum(widths) + 2 * widths[-1] + features + vectors) * dtype.itemsize
+    table: int
+    block: Block
 
 
 def evaluate_plan(
@@ -80,8 +43,12 @@ def evaluate_plan(
     smoothing_radius: Float[Tensor, ""],
     use_checkpointing: bool,
     chunk_bytes: int | None = None,
+    compiled: bool = False,
 ) -> Float[Tensor, "points columns"]:
     """Sum a layer's kernels over a plan.
+
+    On a CPU the chunks are shared among threads, each with a buffer of its own: the sum depends on the number of
+    threads (``torch.set_num_threads``) in its rounding only, and on nothing else.
 
     Args:
         plan: of targets and the trees of all boundary types.
@@ -91,30 +58,236 @@ def evaluate_plan(
         n_columns: packed output columns.
         smoothing_radius: eps of all magnitudes, in the precision of the geometry.
         use_checkpointing: recompute each chunk in the backward pass instead of keeping its temporaries.
-        chunk_bytes: what one chunk's temporaries may take; the device's default if None.
+        chunk_bytes: what the temporaries of all chunks in flight may take; the device's default if None.
+        compiled: whether to compile what is computed for a chunk.
 
     Returns:
         The summed contributions at the target points (points, columns), in the precision of the geometry.
     """
     like = target_positions[0]
-    buffer = torch.zeros(n_columns, plan.n_rows, dtype=like.dtype, device=like.device)
-    for pairs, positions, table in zip(plan.pairs, target_positions, tables, strict=True):
-        size = pairs_per_chunk(like.device, bytes_per_pair(table.branches[0].kernel, like.dtype), chunk_bytes)
-        for block in pairs.blocks(size):
-            if use_checkpointing:
-                contributions = checkpoint(
-                    evaluate_block,
-                    block,
-                    positions,
-                    table,
-                    smoothing_radius,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-            else:
-                contributions = evaluate_block(block, positions, table, smoothing_radius)
-            block.accumulate(buffer, contributions)
-    return _hand_down(plan, buffer.t())
+    inputs = [
+        [positions, table.positions, table.features, table.hidden, table.inverse_length, *table.weights.flat()]
+        for positions, table in zip(target_positions, tables, strict=True)
+    ]
+    flat = [tensor for tensors in inputs for tensor in tensors]
+    graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in flat)
+    n_workers = min(torch.get_num_threads(), MAX_WORKERS) if like.device.type == "cpu" else 1
+    jobs = []
+    for index, (pairs, table) in enumerate(zip(plan.pairs, tables, strict=True)):
+        needed = bytes_per_pair(table, like.dtype.itemsize, graph) * n_workers
+        jobs += [Job(index, block) for block in pairs.blocks(pairs_per_chunk(like.device, needed, chunk_bytes))]
+    work = PlanWork(
+        jobs,
+        [table.shape for table in tables],
+        [pair_functions(table.shape, compiled) for table in tables],
+        [len(tensors) for tensors in inputs],
+        n_columns,
+        plan.n_rows,
+        smoothing_radius.square(),
+        n_workers,
+        graph and not use_checkpointing,
+    )
+    return _hand_down(plan, _PlanSum.apply(work, *flat).t())
+
+
+@dataclass(frozen=True)
+class PlanWork:
+    """Everything that the evaluation of a plan needs beside tensors that may have a gradient.
+
+    Attributes:
+        jobs: the blocks of all tables.
+        shapes, functions: of each table's kernels.
+        n_tensors: how many tensors belong to each table.
+        n_columns, n_rows: of the buffer.
+        smoothing: eps^2.
+        n_workers: threads.
+        keep: whether the forward pass keeps its temporaries for the backward pass.
+    """
+
+    jobs: list[Job]
+    shapes: list[KernelShape]
+    functions: list[PairFunctions]
+    n_tensors: list[int]
+    n_columns: int
+    n_rows: int
+    smoothing: Tensor
+    n_workers: int
+    keep: bool
+
+    def tables(self, tensors: Sequence[Any]) -> list[Sequence[Any]]:
+        """One part of a flat list for each table."""
+        out, first = [], 0
+        for n in self.n_tensors:
+            out.append(tensors[first : first + n])
+            first += n
+        return out
+
+    def shares(self, jobs: Sequence[Any], n_workers: int) -> list[Sequence[Any]]:
+        """Contiguous shares of about as many jobs for every worker."""
+        bounds = [len(jobs) * i // n_workers for i in range(n_workers + 1)]
+        return [jobs[a:b] for a, b in pairwise(bounds) if b > a]
+
+
+class _PlanSum(torch.autograd.Function):
+    """The buffer (columns, rows) that a plan's pairs add up to, with a gradient computed chunk by chunk.
+
+    Differentiable twice: a backward pass that is itself recorded starts from the inputs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, work: PlanWork, *tensors: Tensor) -> Tensor:
+        ctx.work = work
+        ctx.save_for_backward(*tensors)
+        tables = work.tables(tensors)
+        like = tensors[0]
+
+        def run(jobs: Sequence[Job]) -> tuple[Tensor, list[Any]]:
+            buffer = torch.zeros(work.n_columns, work.n_rows, dtype=like.dtype, device=like.device)
+            kept = []
+            for job in jobs:
+                kept.append(_add_block(work, job, tables[job.table], buffer))
+            return buffer, kept
+
+        results = in_threads(run, work.shares(work.jobs, work.n_workers))
+        ctx.kept = [values for _, kept in results for values in kept]
+        if not results:
+            return torch.zeros(work.n_columns, work.n_rows, dtype=like.dtype, device=like.device)
+        return _sum([buffer for buffer, _ in results])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        work: PlanWork = ctx.work
+        tensors = ctx.saved_tensors
+        tables = work.tables(tensors)
+        recorded = torch.is_grad_enabled()
+
+        def run(jobs: Sequence[tuple[Job, Values | None]]) -> list[Tensor | None]:
+            sums = [
+                torch.zeros_like(tensor, dtype=gradient.dtype) if need else None
+                for tensor, need in zip(tensors, ctx.needs_input_grad[1:], strict=True)
+            ]
+            of_tables = work.tables(sums)
+            for job, values in jobs:
+                kept = None if recorded else values
+                _add_gradients(work, job, tables[job.table], kept, gradient, of_tables[job.table])
+            return sums
+
+        # Threads do not record a graph, nor does a compiled function.
+        n_workers = 1 if recorded else work.n_workers
+        if recorded:
+            work = replace(work, functions=[pair_functions(shape, False) for shape in work.shapes])
+        jobs = list(zip(work.jobs, ctx.kept, strict=True))
+        results = in_threads(run, work.shares(jobs, n_workers)) or [run([])]
+        sums = [None if parts[0] is None else _sum(list(parts)) for parts in zip(*results, strict=True)]
+        return None, *(
+            None if total is None else total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)
+        )
+
+
+def _inputs(work: PlanWork, block: Block, table: Sequence[Tensor], n_branches: int) -> list[Any]:
+    """The inputs of a block's functions."""
+    targets, positions, features, hidden, inverse_length, *weights = table
+    return [
+        block.gather_targets(targets) - block.gather_sources(positions),
+        block.gather_sources(features),
+        block.gather_rows(hidden, n_branches),
+        inverse_length,
+        work.smoothing,
+        Weights.of(weights),
+    ]
+
+
+def _add_block(work: PlanWork, job: Job, table: Sequence[Tensor], buffer: Tensor) -> Values | None:
+    """Add a block's contributions to the buffer; returns what the backward pass needs, if that is to be kept."""
+    block, functions = job.block.ready(), work.functions[job.table]
+    inputs, values = _inputs(work, block, table, work.shapes[job.table].n_branches), None
+    if work.keep:
+        out, values = functions.sums_and_values(*inputs)
+    else:
+        out = functions.sums(*inputs)
+    block.add_to_targets(buffer, out)
+    return values
+
+
+def _add_gradients(
+    work: PlanWork,
+    job: Job,
+    table: Sequence[Tensor],
+    values: Values | None,
+    gradient: Tensor,
+    sums: Sequence[Tensor | None],
+) -> None:
+    """Add a block's gradients to those of its table."""
+    block, functions = job.block.ready(), work.functions[job.table]
+    of_targets, of_positions, of_features, of_hidden, of_length, *of_weights = sums
+    wanted = (
+        block.gather_targets(gradient),
+        of_targets is not None or of_positions is not None,
+        of_features is not None,
+    )
+    displacement, features, hidden, length, smoothing, weights = _inputs(
+        work, block, table, work.shapes[job.table].n_branches
+    )
+    if values is None:
+        found = functions.recomputed_gradients(displacement, features, hidden, length, smoothing, weights, *wanted)
+    else:
+        found = functions.gradients(displacement, features, length, weights, values, *wanted)
+    if found.displacement is not None:
+        if of_targets is not None:
+            block.add_to_targets(of_targets, found.displacement)
+        if of_positions is not None:
+            block.add_to_sources(of_positions, -found.displacement)
+    if of_features is not None and found.features is not None:
+        block.add_to_sources(of_features, found.features)
+    if of_hidden is not None:
+        block.add_to_rows(of_hidden, found.hidden)
+    for total, part in zip([of_length, *of_weights], [found.inverse_length, *found.weights.flat()], strict=True):
+        if total is not None:
+            total += part
+
+
+def in_threads(work: Callable[[Share], Result], shares: Sequence[Share]) -> list[Result]:
+    """The results of some shares of work, in order, each worked on by a thread with its part of torch's threads.
+
+    Operations on a chunk are too small to be split further with profit; two chunks side by side are twice as fast.
+    """
+    if len(shares) <= 1:
+        return [work(share) for share in shares]
+    n_threads = torch.get_num_threads()
+    inference = torch.is_inference_mode_enabled()
+
+    def quietly(share: Share) -> Result:
+        torch.set_num_threads(max(1, n_threads // len(shares)))
+        with torch.inference_mode(inference), torch.set_grad_enabled(False):
+            return work(share)
+
+    try:
+        with ThreadPoolExecutor(len(shares) - 1) as pool:
+            others = [pool.submit(quietly, share) for share in shares[1:]]
+            first = quietly(shares[0])
+            return [first, *(other.result() for other in others)]
+    finally:
+        torch.set_num_threads(n_threads)
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def bytes_per_pair(table: SourceTable, itemsize: int, with_gradient: bool) -> int:
+    """About what the temporaries of one pair take, all branches together."""
+    shape, weights = table.shape, table.weights
+    widths = [weights.first.shape[2], *(matrix.shape[2] for matrix in weights.matrices)]
+    columns = weights.first.shape[1]
+    one = columns + shape.n_outputs
+    if with_gradient:
+        size = 3 * columns + 2 * sum(widths) + 2 * max(widths) + 2 * weights.last.shape[1] + 4 * shape.n_outputs
+    else:
+        size = 2 * columns + 3 * max(widths) + 2 * weights.last.shape[1] + shape.n_outputs
+    return (size * shape.n_branches + 3 * shape.n_features + 3 * one) * itemsize
 
 
 def _hand_down(plan: InteractionPlan, buffer: Tensor) -> Tensor:

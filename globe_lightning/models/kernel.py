@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from globe_lightning.fields import FieldLayout
 from globe_lightning.models.features import legendre, magnitude_and_direction, smooth_log
-from globe_lightning.models.networks import Weights, hidden_layers, make_network
+from globe_lightning.models.networks import make_network
 
 
 @dataclass
@@ -46,12 +46,6 @@ class SourceVectors:
     def packed(self) -> Float[Tensor, "features sources"]:
         """All of it in one table, so that one gather fetches a pair's share: u, m, s."""
         return torch.cat([self.directions.flatten(0, 1), self.magnitudes, self.log_magnitudes])
-
-    @staticmethod
-    def unpacked(packed: Float[Tensor, "features *pairs"], n_vectors: int, n_dims: int) -> SourceVectors:
-        """The inverse of :meth:`packed`."""
-        u, m, s = packed.split([n_vectors * n_dims, n_vectors, n_vectors])
-        return SourceVectors(u.unflatten(0, (n_vectors, n_dims)) if n_vectors else u.unsqueeze(1), m, s)
 
 
 class Kernel(nn.Module):
@@ -142,18 +136,21 @@ class Kernel(nn.Module):
         """Let some scalar outputs (by their place among the sorted scalars) start positive, of the order of one."""
         self.network.perceptron().linears()[-1].bias[self._output_rows[list(scalars)]] = self.network.initial_numerator
 
-    def weights(self, dtype: torch.dtype) -> Weights:
-        """The network's weights in the precision of the products: source and pair columns apart, outputs ordered.
+    def weights(self, dtype: torch.dtype) -> list[Tensor]:
+        """The network's weights in the precision of the products, in the order of :meth:`Weights.flat`.
 
         The first matrix holds the pair columns only; :meth:`source_terms` takes the source columns.
         """
         linears = self.network.perceptron().linears()
-        matrices: list[Tensor] = [linear.weight for linear in linears]
-        biases: list[Tensor] = [linear.bias for linear in linears]
-        matrices[-1] = matrices[-1].index_select(0, self._output_rows)
-        biases[-1] = biases[-1].index_select(0, self._output_rows)
-        matrices[0] = matrices[0].index_select(1, self._pair_columns)
-        return Weights([matrix.to(dtype) for matrix in matrices], [bias.to(dtype) for bias in biases])
+        hidden = linears[1:-1]
+        tensors = [
+            linears[0].weight.index_select(1, self._pair_columns).t(),
+            *(linear.weight.t() for linear in hidden),
+            *(linear.bias.unsqueeze(0) for linear in hidden),
+            linears[-1].weight.index_select(0, self._output_rows),
+            linears[-1].bias.index_select(0, self._output_rows).unsqueeze(1),
+        ]
+        return [tensor.to(dtype) for tensor in tensors]
 
     def source_terms(
         self,
@@ -161,7 +158,7 @@ class Kernel(nn.Module):
         source_scalars: Float[Tensor, "scalars sources"],
         vectors: SourceVectors,
         dtype: torch.dtype,
-    ) -> Float[Tensor, "hidden sources"]:
+    ) -> Float[Tensor, "sources hidden"]:
         """The first linear layer's share of everything that depends on the source alone, bias included."""
         k, n = vectors.magnitudes.shape
         rows = [global_scalars.unsqueeze(1).expand(-1, n), source_scalars, vectors.log_magnitudes]
@@ -173,72 +170,7 @@ class Kernel(nn.Module):
             rows += [products * p for p in legendre(cosines, self.n_harmonics)]
         first_layer = self.network.perceptron().linears()[0]
         matrix = first_layer.weight.index_select(1, self._source_columns).to(dtype)
-        return torch.addmm(first_layer.bias.to(dtype).unsqueeze(1), matrix, torch.cat(rows).to(dtype))
-
-    def forward(
-        self,
-        displacement: Float[Tensor, "dims *pairs"],
-        distance: Float[Tensor, "1 *pairs"],
-        projections: Float[Tensor, "vectors *pairs"],
-        vectors: SourceVectors,
-        hidden: Float[Tensor, "hidden *pairs"],
-        strength: Float[Tensor, "1 *pairs"],
-        weights: Weights,
-        inverse_length: Float[Tensor, "1"],
-        smoothing_radius: Float[Tensor, ""],
-    ) -> Float[Tensor, "columns *pairs"]:
-        """Contribution of every pair to the packed outputs [scalars | vectors].
-
-        The pairs stand along the last dimension, or the last two: targets and sources, broadcast.
-
-        Args:
-            displacement: target - source [m].
-            distance: its squared length [m^2].
-            projections: u_k . displacement of every source vector [m].
-            vectors: the pairs' source vectors.
-            hidden: the pairs' columns of :meth:`source_terms`.
-            strength: weight of the source, q A.
-            weights: of :meth:`weights`.
-            inverse_length: 1 / (l_m exp(a_m)) [1/m].
-            smoothing_radius: eps of the magnitudes.
-        """
-        r2 = distance * inverse_length.square() + smoothing_radius**2
-        m_r = r2.sqrt()
-        to_unit = inverse_length / m_r
-        u_r, cosines = displacement * to_unit, projections * to_unit
-        features = [smooth_log(m_r)]
-        if self.n_harmonics and self.n_vectors:
-            products = smooth_log(vectors.magnitudes * m_r)
-            features += [products * p for p in legendre(cosines, self.n_harmonics)]
-        pairs = m_r.shape[1:]
-        first = torch.cat(features).flatten(1).to(hidden.dtype)
-        first = (weights.matrices[0] @ first).unflatten(1, pairs) + hidden
-        out = self.network.activate(hidden_layers(first.flatten(1), weights).to(r2.dtype)).unflatten(1, pairs)
-
-        envelope = -torch.expm1(-r2) * (r2 + 1) ** (-(self.n_dims - 1) / 2)
-        return self.assemble(out, u_r, cosines, vectors) * (envelope * strength)
-
-    def assemble(
-        self,
-        out: Float[Tensor, "outputs *pairs"],
-        u_r: Float[Tensor, "dims *pairs"],
-        cosines: Float[Tensor, "vectors *pairs"],
-        vectors: SourceVectors,
-    ) -> Float[Tensor, "columns *pairs"]:
-        """Turn the network's outputs [scalars | c_0 | a | b] into scalars and vectors."""
-        nv, k = self.n_vector_outputs, self.n_vectors
-        if nv == 0:
-            return out
-        scalars, c0, a, b = out.split([self.n_scalars, nv, nv * k, nv * k])
-        if k:
-            a, b = a.unflatten(0, (nv, k)), b.unflatten(0, (nv, k))
-            radial = c0 + (b * (vectors.log_magnitudes * cosines)).sum(dim=1)
-            along = vectors.directions * vectors.log_magnitudes.unsqueeze(1)
-            tangential = a - b
-            parts = [radial * u_r[d] + (tangential * along[:, d]).sum(dim=1) for d in range(self.n_dims)]
-        else:
-            parts = [c0 * u_r[d] for d in range(self.n_dims)]
-        return torch.cat([scalars, torch.stack(parts, dim=1).flatten(0, 1)])
+        return torch.addmm(first_layer.bias.to(dtype), torch.cat(rows).to(dtype).t(), matrix.t())
 
 
 def global_scalar_order(names: Sequence[str], ratios: Sequence[str]) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from globe_lightning.models.kernel import Kernel, SourceVectors
-from globe_lightning.models.networks import Weights
+from globe_lightning.models.pairs import KernelShape, Weights
 
 
 def module_key(name: str) -> str:
@@ -25,21 +25,25 @@ def module_key(name: str) -> str:
 
 
 @dataclass
-class Branch:
-    """What one branch needs to evaluate pairs: per source row its network share and strength, and its weights.
+class SourceTable:
+    """The sources of one boundary type as a layer's pairs see them: points, then (if the plan uses them) nodes.
 
     Attributes:
-        kernel: the branch's kernel.
-        hidden: first layer's share of every source (hidden, rows).
-        strength: q A of every source (1, rows).
-        inverse_length: 1 / (l_m exp(a_m)) [1/m].
-        weights: the network's weights in the precision of the products.
+        kind: the boundary type.
+        shape: of the layer's kernels for this type.
+        positions: (D, rows) [m].
+        features: packed directions, magnitudes, log magnitudes and strengths (features, rows), see ``pairs``.
+        hidden: the first layer's share of every source, branch after branch (B * rows, hidden).
+        inverse_length: 1 / (l_m exp(a_m)) of every branch (B, 1) [1/m].
+        weights: the networks' weights in the precision of the products.
     """
 
-    kernel: Kernel
-    hidden: Float[Tensor, "hidden rows"]
-    strength: Float[Tensor, "1 rows"]
-    inverse_length: Float[Tensor, "1"]
+    kind: str
+    shape: KernelShape
+    positions: Float[Tensor, "dims rows"]
+    features: Float[Tensor, "features rows"]
+    hidden: Float[Tensor, "branches_rows hidden"]
+    inverse_length: Float[Tensor, "branches 1"]
     weights: Weights
 
 
@@ -76,29 +80,55 @@ class MultiscaleKernel(nn.Module):
         device = next(iter(reference_lengths.values())).device
         return torch.cat(columns) if columns else torch.zeros(0, dtype=dtype, device=device)
 
-    def branches(
+    @property
+    def shape(self) -> KernelShape:
+        """What the branches have in common."""
+        kernel: Kernel = next(iter(self.kernels.values()))  # type: ignore[assignment]
+        return KernelShape(
+            n_dims=kernel.n_dims,
+            n_vectors=kernel.n_vectors,
+            n_harmonics=kernel.n_harmonics,
+            n_scalars=kernel.n_scalars,
+            n_vector_outputs=kernel.n_vector_outputs,
+            n_branches=len(self.names),
+            beta=kernel.network.beta,
+        )
+
+    def source_table(
         self,
+        kind: str,
+        positions: Float[Tensor, "rows dims"],
         global_scalars: Float[Tensor, " columns"],
         source_scalars: Float[Tensor, "scalars rows"],
         vectors: SourceVectors,
-        strengths: Mapping[str, Float[Tensor, " rows"]],
+        strengths: Float[Tensor, "branches rows"],
         reference_lengths: Mapping[str, Tensor],
         product_dtype: torch.dtype,
-    ) -> list[Branch]:
+    ) -> SourceTable:
         """Everything that depends on the sources alone, once for all pairs.
 
         Args:
+            kind: the boundary type.
+            positions: of every source row (points, then nodes) [m].
             global_scalars: of :meth:`global_scalars`.
-            source_scalars, vectors: of every source row (points, then nodes).
-            strengths: {reference length name: q A of every source row}.
+            source_scalars, vectors: of every source row.
+            strengths: q A of every source row.
             reference_lengths: {name: scalar [m]}.
             product_dtype: precision of the matrix products.
         """
-        out = []
-        for name in self.names:
-            key = module_key(name)
-            kernel: Kernel = self.kernels[key]  # type: ignore[assignment]
-            scale = reference_lengths[name] * self.log_scalefactors[key].to(vectors.magnitudes.dtype).exp()
-            hidden = kernel.source_terms(global_scalars, source_scalars, vectors, product_dtype)
-            out.append(Branch(kernel, hidden, strengths[name].unsqueeze(0), 1 / scale, kernel.weights(product_dtype)))
-        return out
+        kernels: list[Any] = [self.kernels[module_key(name)] for name in self.names]
+        dtype = vectors.magnitudes.dtype
+        scales = [
+            reference_lengths[name] * self.log_scalefactors[module_key(name)].to(dtype).exp() for name in self.names
+        ]
+        hidden = [kernel.source_terms(global_scalars, source_scalars, vectors, product_dtype) for kernel in kernels]
+        weights = [torch.stack(tensors) for tensors in zip(*(k.weights(product_dtype) for k in kernels), strict=True)]
+        return SourceTable(
+            kind,
+            self.shape,
+            positions.t().contiguous(),
+            torch.cat([vectors.packed(), strengths]),
+            torch.cat(hidden),
+            1 / torch.stack(scales),
+            Weights.of(weights),
+        )

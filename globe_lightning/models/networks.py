@@ -1,21 +1,16 @@
 """The small networks of a kernel: a multilayer perceptron with a rational (Pade) or bounded (tanh) output.
 
-A network is evaluated in two parts: the first linear layer's share of whatever depends on the source alone is
-computed once a source, the rest once a pair (see ``kernel``). The parameters are therefore handed out as plain
-tensors in the precision of the products, cast once a layer and not once a chunk of pairs.
+These modules hold the parameters. Pairs are evaluated on plain tensors of them, all branches at once (see ``pairs``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 class Perceptron(nn.Module):
@@ -40,54 +35,43 @@ class Perceptron(nn.Module):
         return x
 
 
-def rational(
-    p: Float[Tensor, "..."], q: Float[Tensor, "..."], self_regularization_beta: float | None
-) -> Float[Tensor, "..."]:
-    """``sign(p) p^2 / (1 + q^2 + beta p^2)``: bounded by 1/beta; None stands for beta = 0."""
-    return _Rational.apply(p, q, self_regularization_beta or 0.0)  # type: ignore[no-any-return]
+def rational(p: Float[Tensor, "..."], q: Float[Tensor, "..."], beta: float) -> Float[Tensor, "..."]:
+    """``sign(p) p^2 / (1 + q^2 + beta p^2)``: bounded by 1/beta, unbounded for 0."""
+    if torch.is_grad_enabled():
+        return p.abs() * p / _denominator(p, q, beta)
+    return p.abs().mul_(p).div_(_denominator(p, q, beta))
 
 
-class _Rational(torch.autograd.Function):
-    """The rational function with its gradient written out: a third of the passes over memory that autograd takes.
-
-    The kernels' outputs are their widest tensors, so this is where most elementwise time goes.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, p: Tensor, q: Tensor, beta: float) -> Tensor:
-        out = (p.abs() * p).div_(_denominator(p, q, beta))
-        ctx.save_for_backward(p, q, out)
-        ctx.beta = beta
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        p, q, out = ctx.saved_tensors
-        scaled = gradient / _denominator(p, q, ctx.beta)
-        scaled = scaled + scaled
-        of_p = p.abs()
-        if ctx.beta:
-            of_p = of_p.addcmul(p, out, value=-ctx.beta)
-        return of_p.mul_(scaled), (q * out).mul_(scaled).neg_(), None
+def rational_gradient(
+    gradient: Float[Tensor, "..."],
+    p: Float[Tensor, "..."],
+    q: Float[Tensor, "..."],
+    out: Float[Tensor, "..."],
+    beta: float,
+) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
+    """Gradients of p and q from that of ``out = rational(p, q, beta)``."""
+    scaled = 2 * gradient / _denominator(p, q, beta)
+    of_p = p.abs()
+    if beta:
+        of_p = torch.addcmul(of_p, p, out, value=-beta)
+    return of_p * scaled, -(q * out) * scaled
 
 
 def _denominator(p: Tensor, q: Tensor, beta: float) -> Tensor:
-    denominator = torch.addcmul(q.new_ones(()), q, q)
-    return denominator.addcmul_(p, p, value=beta) if beta else denominator
-
-
-@dataclass
-class Weights:
-    """Weights and biases of a network, in order and in the precision of the products."""
-
-    matrices: list[Tensor]
-    biases: list[Tensor]
+    denominator = torch.addcmul(torch.ones((), dtype=q.dtype, device=q.device), q, q)
+    if not beta:
+        return denominator
+    if torch.is_grad_enabled():
+        return torch.addcmul(denominator, p, p, value=beta)
+    return denominator.addcmul_(p, p, value=beta)
 
 
 class KernelNetwork(nn.Module):
     """Network of one kernel branch with ``n_outputs`` outputs F; subclasses say what follows the perceptron."""
 
     n_outputs: int
+    beta: float | None = None
+    """Of the rational function; None where none follows."""
     initial_numerator: float = 1.5
     """The size of what a fresh network's last linear layer puts out."""
 
@@ -121,7 +105,7 @@ class PadeNetwork(KernelNetwork):
     ) -> None:
         super().__init__()
         self.n_outputs = n_outputs
-        self.self_regularization_beta = self_regularization_beta
+        self.beta = self_regularization_beta or 0.0
         self.combined_mlp = Perceptron(n_inputs, hidden_layer_sizes, 2 * n_outputs)
         # p^2 of a default initialisation is so small that, layer upon layer, outputs and gradients would vanish.
         self.initial_numerator = 1.5 * initial_amplitude**0.5
@@ -135,7 +119,7 @@ class PadeNetwork(KernelNetwork):
     def activate(self, raw: Float[Tensor, "raw *n"]) -> Float[Tensor, "outputs *n"]:
         """The rational function of numerators and denominators."""
         p, q = raw.chunk(2)
-        return rational(p, q, self.self_regularization_beta)
+        return rational(p, q, self.beta or 0.0)
 
     def order_outputs(self, order: Tensor) -> Tensor:
         """Rows of the last linear layer: numerators, then denominators, each in the given order."""
@@ -181,11 +165,3 @@ def make_network(
     if network_type == "mlp":
         return TanhNetwork(n_inputs, hidden_layer_sizes, n_outputs)
     raise ValueError(f'network_type: expected "pade" or "mlp", found {network_type!r}')
-
-
-def hidden_layers(first: Float[Tensor, "hidden n"], weights: Weights) -> Float[Tensor, "raw n"]:
-    """Run a perceptron from the pre-activation of its first hidden layer onwards; one column an evaluation."""
-    x = first
-    for matrix, bias in zip(weights.matrices[1:], weights.biases[1:], strict=True):
-        x = torch.addmm(bias.unsqueeze(1), matrix, F.silu(x))
-    return x

@@ -42,9 +42,8 @@ class IndexedPairs:
     def blocks(self, n_pairs: int) -> Iterator[IndexedBlock]:
         """Cut the list into blocks of at most ``n_pairs`` pairs."""
         for first in range(0, len(self), n_pairs):
-            # 64-bit indices for the moment of use: adding by 32-bit ones is several times slower on a CPU.
             part = slice(first, first + n_pairs)
-            yield IndexedBlock(self.targets[part].long(), self.sources[part].long())
+            yield IndexedBlock(self.targets[part], self.sources[part])
 
     def to(self, device: torch.device | str) -> IndexedPairs:
         """The same list on a device."""
@@ -53,13 +52,18 @@ class IndexedPairs:
 
 @dataclass
 class IndexedBlock:
-    """Some pairs of a list: how their columns are gathered and their contributions added up.
+    """Some pairs of a list: how their columns are gathered and how what they yield is added up.
 
-    Tables hold one row a feature and one column a target or source, so that all arithmetic runs along the pairs.
+    Tables hold one row a feature and one column a target or source, so that arithmetic runs along the pairs; tables of
+    rows hold one row a (branch, source), branch after branch.
     """
 
     targets: Int[Tensor, " pairs"]
     sources: Int[Tensor, " pairs"]
+
+    def ready(self) -> IndexedBlock:
+        """The block with 64-bit indices, for the moment of use: adding by 32-bit ones is far slower on a CPU."""
+        return IndexedBlock(self.targets.long(), self.sources.long())
 
     def gather_targets(self, table: Float[Tensor, "features targets"]) -> Float[Tensor, "features pairs"]:
         """Each pair's column of the target table."""
@@ -69,11 +73,36 @@ class IndexedBlock:
         """Each pair's column of the source table."""
         return table.index_select(1, self.sources)
 
-    def accumulate(
-        self, buffer: Float[Tensor, "features targets"], contributions: Float[Tensor, "features pairs"]
+    def gather_rows(
+        self, table: Float[Tensor, "branches_sources width"], n_branches: int
+    ) -> Float[Tensor, "branches pairs width"]:
+        """Each pair's row of every branch."""
+        return table.index_select(0, self._rows(table, n_branches)).unflatten(0, (n_branches, -1))
+
+    def add_to_targets(
+        self, buffer: Float[Tensor, "features targets"], values: Float[Tensor, "features pairs"]
     ) -> None:
-        """Add each pair's contribution to its target's column, in place."""
-        buffer.index_add_(1, self.targets, contributions.to(buffer.dtype))
+        """Add each pair's values to its target's column, in place."""
+        buffer.index_add_(1, self.targets, values.to(buffer.dtype))
+
+    def add_to_sources(
+        self, buffer: Float[Tensor, "features sources"], values: Float[Tensor, "features pairs"]
+    ) -> None:
+        """Add each pair's values to its source's column, in place."""
+        buffer.index_add_(1, self.sources, values.to(buffer.dtype))
+
+    def add_to_rows(
+        self, buffer: Float[Tensor, "branches_sources width"], values: Float[Tensor, "branches pairs width"]
+    ) -> None:
+        """Add each pair's values to its source's row of every branch, in place."""
+        buffer.index_add_(0, self._rows(buffer, values.shape[0]), values.flatten(0, 1).to(buffer.dtype))
+
+    def _rows(self, table: Tensor, n_branches: int) -> Tensor:
+        if n_branches == 1:
+            return self.sources
+        n_sources = table.shape[0] // n_branches
+        first = torch.arange(0, n_branches * n_sources, n_sources, device=table.device)
+        return (first.unsqueeze(1) + self.sources).flatten()
 
 
 @dataclass
@@ -102,28 +131,54 @@ class AllPairs:
 
 @dataclass
 class DenseBlock:
-    """The pairs of targets [t0, t1) with sources [s0, s1): columns are broadcast and summed instead of indexed."""
+    """The pairs of targets [t0, t1) with sources [s0, s1), target by target: repeated and summed, not indexed."""
 
     t0: int
     t1: int
     s0: int
     s1: int
 
-    def gather_targets(self, table: Float[Tensor, "features targets"]) -> Float[Tensor, "features rows 1"]:
-        """The targets' columns, to be broadcast along the sources."""
-        return table[:, self.t0 : self.t1].unsqueeze(2)
+    def ready(self) -> DenseBlock:
+        """Itself."""
+        return self
 
-    def gather_sources(self, table: Float[Tensor, "features sources"]) -> Float[Tensor, "features 1 columns"]:
-        """The sources' columns, to be broadcast along the targets."""
-        return table[:, self.s0 : self.s1].unsqueeze(1)
+    @property
+    def _sides(self) -> tuple[int, int]:
+        return self.t1 - self.t0, self.s1 - self.s0
 
-    def accumulate(
-        self, buffer: Float[Tensor, "features targets"], contributions: Float[Tensor, "features rows columns"]
+    def gather_targets(self, table: Float[Tensor, "features targets"]) -> Float[Tensor, "features pairs"]:
+        """Each pair's column of the target table."""
+        return table[:, self.t0 : self.t1].unsqueeze(2).expand(-1, *self._sides).flatten(1)
+
+    def gather_sources(self, table: Float[Tensor, "features sources"]) -> Float[Tensor, "features pairs"]:
+        """Each pair's column of the source table."""
+        return table[:, self.s0 : self.s1].unsqueeze(1).expand(-1, *self._sides).flatten(1)
+
+    def gather_rows(
+        self, table: Float[Tensor, "branches_sources width"], n_branches: int
+    ) -> Float[Tensor, "branches pairs width"]:
+        """Each pair's row of every branch, never a view of the table."""
+        rows = table.unflatten(0, (n_branches, -1))[:, self.s0 : self.s1].unsqueeze(1)
+        return rows.expand(-1, *self._sides, -1).clone(memory_format=torch.contiguous_format).flatten(1, 2)
+
+    def add_to_targets(
+        self, buffer: Float[Tensor, "features targets"], values: Float[Tensor, "features pairs"]
     ) -> None:
-        """Add the contributions to their targets' columns, in place."""
-        columns = torch.arange(self.t0, self.t1, device=buffer.device)
-        # Not `buffer[:, t0:t1] +=`: autograd would copy the whole buffer for every block.
-        buffer.index_add_(1, columns, contributions.sum(dim=-1, dtype=buffer.dtype))
+        """Add each pair's values to its target's column, in place."""
+        buffer[:, self.t0 : self.t1].add_(values.unflatten(1, self._sides).sum(dim=2, dtype=buffer.dtype))
+
+    def add_to_sources(
+        self, buffer: Float[Tensor, "features sources"], values: Float[Tensor, "features pairs"]
+    ) -> None:
+        """Add each pair's values to its source's column, in place."""
+        buffer[:, self.s0 : self.s1].add_(values.unflatten(1, self._sides).sum(dim=1, dtype=buffer.dtype))
+
+    def add_to_rows(
+        self, buffer: Float[Tensor, "branches_sources width"], values: Float[Tensor, "branches pairs width"]
+    ) -> None:
+        """Add each pair's values to its source's row of every branch, in place."""
+        rows = buffer.unflatten(0, (values.shape[0], -1))
+        rows[:, self.s0 : self.s1].add_(values.unflatten(1, self._sides).sum(dim=1, dtype=buffer.dtype))
 
 
 @dataclass

@@ -1,0 +1,318 @@
+"""The contribution of a batch of (target, source) pairs, and its gradient, written out for all branches at once.
+
+Both are plain functions of tensors: no module, no graph. The gradient costs a fraction of what automatic
+differentiation of the same formulas would, keeps nothing that it does not use, and is itself differentiable.
+
+Shapes: B branches, D dimensions, K source vectors (r apart), P pairs, F network outputs [scalars | c_0 | a | b],
+V vector fields among the C output columns [scalars | vectors]. Features run along the first dimensions and pairs along
+the last, except in the hidden layers, where a pair is a row: so rows are gathered and added up as they are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from globe_lightning.models.features import legendre, legendre_derivatives
+from globe_lightning.models.networks import rational, rational_gradient
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """What all branches of a (layer, boundary type) have in common.
+
+    Attributes:
+        n_dims: D.
+        n_vectors: K, the vectors of a source: global ones, normal, latents, physical data.
+        n_harmonics: H.
+        n_scalars, n_vector_outputs: of the output fields.
+        n_branches: B.
+        beta: of the rational network; None for a tanh network.
+    """
+
+    n_dims: int
+    n_vectors: int
+    n_harmonics: int
+    n_scalars: int
+    n_vector_outputs: int
+    n_branches: int
+    beta: float | None
+
+    @property
+    def n_outputs(self) -> int:
+        """F."""
+        return self.n_scalars + self.n_vector_outputs * (1 + 2 * self.n_vectors)
+
+    @property
+    def n_features(self) -> int:
+        """Rows of a source's packed features: directions, magnitudes, log magnitudes and strengths."""
+        return self.n_vectors * (self.n_dims + 2) + self.n_branches
+
+
+class Weights(NamedTuple):
+    """A network's weights for all branches, in the precision of the products.
+
+    Attributes:
+        first: (B, pair columns, hidden).
+        matrices, biases: of the hidden layers after the first (B, hidden, hidden) and (B, 1, hidden).
+        last, last_bias: (B, outputs, hidden) and (B, outputs, 1), outputs ordered [scalars | c_0 | a | b].
+    """
+
+    first: Tensor
+    matrices: list[Tensor]
+    biases: list[Tensor]
+    last: Tensor
+    last_bias: Tensor
+
+    def flat(self) -> list[Tensor]:
+        """All of them in one list."""
+        return [self.first, *self.matrices, *self.biases, self.last, self.last_bias]
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> Weights:
+        """The inverse of :meth:`flat`."""
+        n = (len(tensors) - 3) // 2
+        first, rest = tensors[0], list(tensors[1:])
+        return Weights(first, rest[:n], rest[n : 2 * n], rest[-2], rest[-1])
+
+
+class Values(NamedTuple):
+    """What a batch of pairs leaves for its gradient."""
+
+    squared_distance: Tensor
+    projections: Tensor
+    r2: Tensor
+    m_r: Tensor
+    to_unit: Tensor
+    cosines: Tensor
+    log_arguments: Tensor
+    expm1: Tensor
+    log1p: Tensor
+    polynomials: list[Tensor]
+    columns: Tensor
+    hidden: list[Tensor]
+    activated: list[Tensor]
+    raw: Tensor
+    outputs: Tensor
+    envelope: Tensor
+    strength: Tensor
+    radial: Tensor
+    summed_radial: Tensor
+    summed_tangential: Tensor
+
+
+def split_features(shape: KernelShape, features: Float[Tensor, "features pairs"]) -> tuple[Tensor, ...]:
+    """Directions u (K, D, P), magnitudes m and their smooth_log s (K, P), strengths q A (B, P)."""
+    k, d = shape.n_vectors, shape.n_dims
+    u, m, s, q = features.split([k * d, k, k, shape.n_branches])
+    return u.unflatten(0, (k, d)), m, s, q
+
+
+def contributions(
+    shape: KernelShape,
+    displacement: Float[Tensor, "dims pairs"],
+    features: Float[Tensor, "features pairs"],
+    hidden: Float[Tensor, "branches pairs hidden"],
+    inverse_length: Float[Tensor, "branches 1"],
+    smoothing: Float[Tensor, ""],
+    weights: Weights,
+) -> tuple[Float[Tensor, "columns pairs"], Values]:
+    """What every pair contributes to the output columns, summed over the branches.
+
+    With coefficients c_0, a_k, b_k of a vector output its sum over the basis of Sharpe (arXiv:2511.15856) collapses to
+    ``u_r (c_0 + sum_k b_k s_k u_k.u_r) + sum_k (a_k - b_k) s_k u_k``; only the second sum is wide, and it is summed
+    over the branches before it meets the vectors.
+
+    Args:
+        shape: of the kernels.
+        displacement: target - source [m].
+        features: the pairs' columns of the packed source features.
+        hidden: the pairs' rows of the source terms of the first layer.
+        inverse_length: 1 / (l_m exp(a_m)) [1/m].
+        smoothing: eps of the magnitudes, squared.
+        weights: of the networks.
+    """
+    u, m, s, weight = split_features(shape, features)
+    d2 = displacement.square().sum(dim=0)
+    projections = (u * displacement).sum(dim=1)
+    r2 = torch.addcmul(smoothing, d2, inverse_length.square())
+    m_r = r2.sqrt()
+    to_unit = inverse_length / m_r
+    cosines = projections * to_unit.unsqueeze(1)
+
+    arguments = torch.cat([m_r.unsqueeze(1), m * m_r.unsqueeze(1)], dim=1)
+    expm1, log1p = torch.expm1(-arguments), torch.log1p(arguments)
+    logs = (expm1 * log1p).neg()  # smooth_log
+    polynomials = legendre(cosines, shape.n_harmonics)
+    columns = torch.cat([logs[:, :1], *(logs[:, 1:] * p for p in polynomials)], dim=1).to(hidden.dtype)
+
+    # The gathered rows serve once; a compiler would copy an input that changes.
+    product = torch.baddbmm if torch.compiler.is_compiling() else torch.Tensor.baddbmm_
+    z = [product(hidden, columns.transpose(1, 2), weights.first)]
+    a = [F.silu(z[0])]
+    for matrix, bias in zip(weights.matrices, weights.biases, strict=True):
+        z.append(torch.baddbmm(bias, a[-1], matrix))
+        a.append(F.silu(z[-1]))
+    raw = torch.baddbmm(weights.last_bias, weights.last, a[-1].transpose(1, 2)).to(r2.dtype)
+    if shape.beta is None:
+        y = torch.tanh(raw)
+    else:
+        p, q = raw.chunk(2, dim=1)
+        y = rational(p, q, shape.beta)
+
+    power = 1 / (r2 + 1) if shape.n_dims == 3 else (r2 + 1).rsqrt()
+    envelope = torch.expm1(-r2) * -power
+    g = envelope * weight
+    scalars, c0, along, normal = _split_outputs(shape, y)
+    out = (scalars * g.unsqueeze(1)).sum(dim=0)
+    radial = c0 + (normal * (s * cosines).unsqueeze(1)).sum(dim=2)
+    summed_radial = (radial * (to_unit * g).unsqueeze(1)).sum(dim=0)
+    tangential = ((along - normal) * g[:, None, None]).sum(dim=0)
+    if shape.n_vector_outputs:
+        scaled = u * s.unsqueeze(1)
+        vectors = summed_radial.unsqueeze(1) * displacement + (tangential.unsqueeze(2) * scaled).sum(dim=1)
+        out = torch.cat([out, vectors.flatten(0, 1)])
+    values = Values(
+        d2, projections, r2, m_r, to_unit, cosines, arguments, expm1, log1p, polynomials, columns, z, a, raw, y,
+        envelope, g, radial, summed_radial, tangential,
+    )  # fmt: skip
+    return out, values
+
+
+class PairGradients(NamedTuple):
+    """Gradients of :func:`contributions`; None where not asked for."""
+
+    displacement: Tensor | None
+    features: Tensor | None
+    hidden: Tensor
+    inverse_length: Tensor
+    weights: Weights
+
+
+def gradients(
+    shape: KernelShape,
+    displacement: Float[Tensor, "dims pairs"],
+    features: Float[Tensor, "features pairs"],
+    inverse_length: Float[Tensor, "branches 1"],
+    weights: Weights,
+    values: Values,
+    gradient: Float[Tensor, "columns pairs"],
+    of_displacement: bool,
+    of_features: bool,
+) -> PairGradients:
+    """The gradient of :func:`contributions`.
+
+    Args:
+        shape, displacement, features, inverse_length, weights: its arguments.
+        values: what it returned.
+        gradient: of its output.
+        of_displacement, of_features: whether those gradients are wanted.
+    """
+    v = values
+    u, m, s, q = split_features(shape, features)
+    scalars, _, along, normal = _split_outputs(shape, v.outputs)
+    g, t = v.strength, v.to_unit
+    of_scalars, of_vectors = gradient[: shape.n_scalars], gradient[shape.n_scalars :]
+    of_vectors = of_vectors.unflatten(0, (shape.n_vector_outputs, shape.n_dims))
+
+    # Output columns to network outputs.
+    w = s * v.cosines
+    on_radial = (of_vectors * displacement).sum(dim=1)
+    on_tangential = (of_vectors.unsqueeze(1) * (u * s.unsqueeze(1))).sum(dim=2)
+    of_tangential = on_tangential * g[:, None, None]
+    radial_sum = (on_radial * v.radial).sum(dim=1)
+    of_g = (of_scalars * scalars).sum(dim=1) + (on_tangential * (along - normal)).sum(dim=(1, 2)) + radial_sum * t
+    of_t = radial_sum * g
+    of_radial = on_radial * (t * g).unsqueeze(1)
+    of_normal = of_radial.unsqueeze(2) * w.unsqueeze(1) - of_tangential
+    of_w = (of_radial.unsqueeze(2) * normal).sum(dim=1)
+    of_y = torch.cat(
+        [of_scalars * g.unsqueeze(1), of_radial, of_tangential.flatten(1, 2), of_normal.flatten(1, 2)], dim=1
+    )
+    if shape.beta is None:
+        of_raw = torch.ops.aten.tanh_backward(of_y, v.outputs)
+    else:
+        numerator, denominator = v.raw.chunk(2, dim=1)
+        of_raw = torch.cat(rational_gradient(of_y, numerator, denominator, v.outputs, shape.beta), dim=1)
+
+    # Through the network.
+    of_raw = of_raw.to(weights.last.dtype)
+    of_last_bias = of_raw.sum(dim=2, keepdim=True)
+    of_last = torch.bmm(of_raw, v.activated[-1])
+    of_a = torch.bmm(of_raw.transpose(1, 2), weights.last)
+    of_matrices: list[Tensor] = []
+    of_biases: list[Tensor] = []
+    for layer in range(len(weights.matrices), 0, -1):
+        of_z = _silu_gradient(of_a, v.hidden[layer])
+        of_biases.insert(0, of_z.sum(dim=1, keepdim=True))
+        of_matrices.insert(0, torch.bmm(v.activated[layer - 1].transpose(1, 2), of_z))
+        of_a = torch.bmm(of_z, weights.matrices[layer - 1].transpose(1, 2))
+    of_hidden = _silu_gradient(of_a, v.hidden[0])
+    of_first = torch.bmm(v.columns, of_hidden)
+    of_columns = torch.bmm(weights.first, of_hidden.transpose(1, 2)).to(v.r2.dtype)
+
+    # Input columns to the pair's geometry.
+    k, h = shape.n_vectors, shape.n_harmonics
+    of_c = of_w * s
+    of_logs = of_columns[:, :1]
+    if h:
+        logs = -(v.expm1[:, 1:] * v.log1p[:, 1:])
+        of_products = of_columns[:, 1:].unflatten(1, (h, k))
+        of_logs = torch.cat([of_logs, _dot(of_products, v.polynomials)], dim=1)
+        of_c = torch.addcmul(of_c, logs, _dot(of_products, legendre_derivatives(v.polynomials)))
+    n_logs = of_logs.shape[1]
+    x, e, log = v.log_arguments[:, :n_logs], v.expm1[:, :n_logs], v.log1p[:, :n_logs]
+    of_x = of_logs * torch.addcmul(log - e / (1 + x), e, log)
+    of_m_r = of_x[:, 0] + (of_x[:, 1:] * m[: n_logs - 1]).sum(dim=1)
+    of_t = of_t + (of_c * v.projections).sum(dim=1)
+    of_m_r = of_m_r - of_t * t / v.m_r
+    shifted = v.r2 + 1
+    power = 1 / shifted if shape.n_dims == 3 else shifted.rsqrt()
+    slope = (torch.exp(-v.r2) * power) - (shape.n_dims - 1) / 2 * v.envelope / shifted
+    of_r2 = of_g * q * slope + of_m_r / (2 * v.m_r)
+    of_length = (of_t / v.m_r).sum(dim=1, keepdim=True)
+    of_length = of_length + 2 * inverse_length * (of_r2 * v.squared_distance).sum(dim=1, keepdim=True)
+
+    of_displacement_, of_features_ = None, None
+    of_projections = (of_c * t.unsqueeze(1)).sum(dim=0)
+    if of_displacement:
+        of_d2 = (of_r2 * inverse_length.square()).sum(dim=0)
+        of_displacement_ = 2 * of_d2 * displacement + (of_projections.unsqueeze(1) * u).sum(dim=0)
+        of_displacement_ = of_displacement_ + (of_vectors * v.summed_radial.unsqueeze(1)).sum(dim=0)
+    if of_features:
+        of_scaled = (v.summed_tangential.unsqueeze(2) * of_vectors.unsqueeze(1)).sum(dim=0)
+        of_u = torch.addcmul(of_scaled * s.unsqueeze(1), of_projections.unsqueeze(1), displacement)
+        of_s = (of_w * v.cosines).sum(dim=0) + (of_scaled * u).sum(dim=1)
+        of_m = (of_x[:, 1:] * v.m_r.unsqueeze(1)).sum(dim=0) if h else torch.zeros_like(m)
+        of_features_ = torch.cat([of_u.flatten(0, 1), of_m, of_s, of_g * v.envelope])
+    of_weights = Weights(of_first, of_matrices, of_biases, of_last, of_last_bias)
+    return PairGradients(of_displacement_, of_features_, of_hidden, of_length, of_weights)
+
+
+def _silu_gradient(gradient: Tensor, z: Tensor) -> Tensor:
+    """Gradient of ``silu(z)``; torch's own operation for it cannot be differentiated."""
+    if not torch.is_grad_enabled():
+        return torch.ops.aten.silu_backward(gradient, z)
+    sigmoid = torch.sigmoid(z)
+    return gradient * sigmoid * (1 + z * (1 - sigmoid))
+
+
+def _dot(products: Float[Tensor, "branches degrees vectors pairs"], others: Sequence[Tensor]) -> Tensor:
+    """Sum over the degrees of products with one tensor a degree."""
+    total = products[:, 0] * others[0]
+    for degree, other in enumerate(others[1:], start=1):
+        total = torch.addcmul(total, products[:, degree], other)
+    return total
+
+
+def _split_outputs(shape: KernelShape, y: Float[Tensor, "branches outputs pairs"]) -> tuple[Tensor, ...]:
+    """Scalars (B, S, P), c_0 (B, V, P), a and b (B, V, K, P)."""
+    n, k = shape.n_vector_outputs, shape.n_vectors
+    scalars, c0, a, b = y.split([shape.n_scalars, n, n * k, n * k], dim=1)
+    return scalars, c0, a.unflatten(1, (n, k)), b.unflatten(1, (n, k))

@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from datamodules.airfrans import AirFRANSDataModule
     from datamodules.base import MeshDataModule
     from datamodules.drivaerml import DrivAerMLDataModule
+    from datamodules.geometry import GeometryDataModule
 
 _HOMES = {
     "AirFRANSDataModule": "datamodules.airfrans",
     "DrivAerMLDataModule": "datamodules.drivaerml",
+    "GeometryDataModule": "datamodules.geometry",
     "MeshDataModule": "datamodules.base",
 }
 
-__all__ = ["AirFRANSDataModule", "DrivAerMLDataModule", "MeshDataModule"]
+__all__ = ["AirFRANSDataModule", "DrivAerMLDataModule", "GeometryDataModule", "MeshDataModule"]
 
 
 def __getattr__(name: str) -> Any:

@@ -138,6 +138,10 @@ class AirFRANSDataModule(MeshDataModule):
             global_data_ranks={FREESTREAM: 1},
         )
 
+    def geometry_arguments(self) -> dict[str, Any]:
+        """How samples were prepared, as arguments of :class:`~datamodules.geometry.GeometryDataModule`."""
+        return {name: self._options[name] for name in ("n_boundary_faces", "orientation", "force_normals")}
+
     def root_path(self) -> Path:
         """The dataset's folder.
 

@@ -136,8 +136,7 @@ class AirFRANSSource(MeshSource):
         segments = self._segments(read_mesh(wall_path, (), ()), wall_path, mesh.points, wall_ids, path)
         polygons = wall_polygons(mesh, wall_ids, path)
         outward = segment_orientation(points, segments, polygons, wall_path)
-        edges = points[segments[:, 1]] - points[segments[:, 0]]
-        areas = np.stack([-edges[:, 1], edges[:, 0]], axis=1) * np.where(outward, 1.0, -1.0)[:, None]
+        areas = segment_areas(points, segments, outward)
         normals = vertex_normals(len(points), segments, areas)
 
         gradient = np.full((len(points), 2, 2), 0.0)
@@ -349,6 +348,12 @@ def segment_orientation(
     edge = points[segments[:, 1]] - start
     to_fluid = centre[found] - start
     return edge[:, 0] * to_fluid[:, 1] - edge[:, 1] * to_fluid[:, 0] > 0
+
+
+def segment_areas(points: np.ndarray, segments: np.ndarray, outward: np.ndarray) -> np.ndarray:
+    """Area vectors of segments into the fluid, (s, 2) [m]; ``outward`` says where (-e_y, e_x) points already."""
+    edges = points[segments[:, 1]] - points[segments[:, 0]]
+    return np.stack([-edges[:, 1], edges[:, 0]], axis=1) * np.where(outward, 1.0, -1.0)[:, None]
 
 
 def vertex_normals(n: int, segments: np.ndarray, areas: np.ndarray) -> np.ndarray:

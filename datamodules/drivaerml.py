@@ -141,6 +141,10 @@ class DrivAerMLDataModule(MeshDataModule):
             reference_length_names=["L_ref", "delta_turb"],
         )
 
+    def geometry_arguments(self) -> dict[str, Any]:
+        """How samples were prepared, as arguments of :class:`~datamodules.geometry.GeometryDataModule`."""
+        return {name: self._options[name] for name in ("targets", "n_boundary_faces", "n_floor_cells", "orientation")}
+
     def root_path(self) -> Path:
         """The dataset's folder.
 

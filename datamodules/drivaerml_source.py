@@ -66,6 +66,7 @@ class DrivAerMLSource(MeshSource):
         self.n_floor_cells = n_floor_cells
         self.random_face_positions = random_face_positions
         self.orientation = orientation
+        self.speed, self.viscosity = U_INF, NU  # of the dataset; a new shape may have others
 
     def file(self, case: str, part: str) -> Path:
         """The path of a part: "boundary.vtp", "geo_ref.csv", "force_mom.csv" or "force_mom_constref.csv"."""
@@ -106,7 +107,7 @@ class DrivAerMLSource(MeshSource):
         constant = read_row(constant_path[0], ("Cd", "Cl", "Cs")) if constant_path else None
         points, starts, triangles, fields = self._read_surface(path)
 
-        surface = _Integrals(points, starts, triangles, fields)
+        surface = SurfaceIntegrals(points, starts, triangles, fields)
         if surface.area == 0:
             raise ValueError(f"{path}: all faces have an area of zero")
         # A closed body of this area has a volume of 0.03 to 0.1 times its 3/2-th power.
@@ -160,25 +161,10 @@ class DrivAerMLSource(MeshSource):
     @staticmethod
     def _read_surface(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Points, ``starts``, ``triangles`` in the file's winding, and (f, 4) C_p and C_f with the file's sign."""
-        import pyvista as pv
-
-        from datamodules.vtk_io import named_array, read_mesh
+        from datamodules.vtk_io import named_array, polygon_corners, read_mesh
 
         mesh = read_mesh(path, point_arrays=(), cell_arrays=(PRESSURE_ARRAY, SHEAR_ARRAY))
-        if not isinstance(mesh, pv.PolyData) or mesh.GetNumberOfPolys() != mesh.n_cells:
-            raise ValueError(f"{path}: expected polygons only (VTK PolyData), found other cells among {mesh.n_cells}")
-        cells = mesh.GetPolys()
-        offsets = np.asarray(pv.convert_array(cells.GetOffsetsArray()))
-        connectivity = np.asarray(pv.convert_array(cells.GetConnectivityArray()))
-        if max(len(connectivity), mesh.n_points) >= 2**31:
-            raise ValueError(f"{path}: {len(connectivity)} corners, expected fewer than 2^31")
-        thin = np.count_nonzero(np.diff(offsets) < 3)
-        if thin:
-            raise ValueError(f"{path}: {thin} of {mesh.n_cells} faces have fewer than three corners")
-        if connectivity.min() < 0 or connectivity.max() >= mesh.n_points:
-            raise ValueError(
-                f"{path}: faces name the points {connectivity.min()} to {connectivity.max()}, there are {mesh.n_points}"
-            )
+        offsets, connectivity = polygon_corners(mesh, path)
         fields = np.empty((mesh.n_cells, 4), dtype=np.float32)
         fields[:, 0] = named_array(mesh, PRESSURE_ARRAY, path, "cell", dtype=np.float32)
         fields[:, 1:] = named_array(mesh, SHEAR_ARRAY, path, "cell", 3, dtype=np.float32)
@@ -193,8 +179,8 @@ class DrivAerMLSource(MeshSource):
             ``winding``: where the file's area vectors point, "inward" or "outward"; ``shear_sign``: -1 if the file's
             shear is opposite to the force on the body, as released, +1 if it is that force; ``area`` of all triangles
             of the fans [m^2]; ``volume`` [m^3]; ``inverted_edges``, a fraction; ``ground``, the lowest z [m];
-            ``a_ref`` [m^2] and ``l_ref`` [m]; ``solver``: coefficients of the case's files for the constant area and
-            (``_own``) for ``a_ref``; ``integrated``: those of the cell fields.
+            ``a_ref`` [m^2] (None if unknown) and ``l_ref`` [m]; ``solver``: coefficients of the case's files for the
+            constant area and (``_own``) for ``a_ref``; ``integrated``: those of the cell fields.
         """
         return json.loads(bytes(arrays["facts"]))
 
@@ -225,11 +211,16 @@ class DrivAerMLSource(MeshSource):
             boundary_meshes=self._boundaries(arrays, facts, draws),
             reference_lengths={
                 "L_ref": torch.tensor(length),
-                "delta_turb": torch.tensor(0.37 * length * (U_INF * length / NU) ** -0.2),
+                "delta_turb": torch.tensor(0.37 * length * (self.speed * length / self.viscosity) ** -0.2),
             },
             force_surface=self._force_surface(arrays, facts, points) if rows is None else None,
             point_ids=None if rows is None else tensor(rows),
-            scales={"U_inf": U_INF, "q_inf": Q_INF, "nu": NU, "shear_sign": float(facts["shear_sign"])},
+            scales={
+                "U_inf": self.speed,
+                "q_inf": self.speed**2 / 2,
+                "nu": self.viscosity,
+                "shear_sign": float(facts["shear_sign"]),
+            },
         )
 
     def _rows(self, n: int, draws: Draws) -> np.ndarray | None:
@@ -302,7 +293,7 @@ class DrivAerMLSource(MeshSource):
                 "Clf": tensor(np.stack([arm[:, 2] / length, zero, 0.5 - arm[:, 0] / length], axis=1)),
                 "Clr": tensor(np.stack([-arm[:, 2] / length, zero, 0.5 + arm[:, 0] / length], axis=1)),
             },
-            reference_areas={"": REFERENCE_AREA, "_own": facts["a_ref"]},
+            reference_areas={"": REFERENCE_AREA} | ({"_own": facts["a_ref"]} if facts["a_ref"] else {}),
             pressure_field=PRESSURE,
             shear_field=SHEAR,
             shear_sign=-1.0,
@@ -310,10 +301,19 @@ class DrivAerMLSource(MeshSource):
         )
 
 
-class _Integrals:
-    """Sums over a surface in the file's winding: ``area`` [m^2], ``volume`` [m^3], pressure and shear [m^2]."""
+class SurfaceIntegrals:
+    """Sums over a surface in the file's winding: ``area`` [m^2], ``volume`` [m^3], pressure and shear [m^2].
 
-    def __init__(self, points: np.ndarray, starts: np.ndarray, triangles: np.ndarray, fields: np.ndarray) -> None:
+    Args:
+        points: (n, 3) [m].
+        starts: (f+1,) and
+        triangles: (t, 3), as in :mod:`datamodules.polygons`.
+        fields: C_p and C_f of the polygons, (f, 4); None leaves pressure and shear at zero.
+    """
+
+    def __init__(
+        self, points: np.ndarray, starts: np.ndarray, triangles: np.ndarray, fields: np.ndarray | None = None
+    ) -> None:
         self.area = self.volume = 0.0
         self.pressure, self.shear = np.zeros(3), np.zeros(3)
         # Seen from its lowest plane, holes in that plane (where wheels meet the ground) add no volume.
@@ -323,6 +323,8 @@ class _Integrals:
             centres, vectors = polygons.centres_and_area_vectors(corners)
             self.area += polygons.fan_area(corners)
             self.volume += float(((centres - origin) * vectors).sum()) / 3
+            if fields is None:
+                continue
             values = fields[rows].astype(np.float64)
             self.pressure += values[:, 0] @ vectors
             self.shear += np.linalg.norm(vectors, axis=1) @ values[:, 1:]

@@ -143,6 +143,26 @@ def sums_at_points(
 
 def inverted_edges(n_points: int, starts: np.ndarray, triangles: np.ndarray) -> float:
     """Fraction of edges that two polygons run through in the same direction; 0 if all faces look to one side."""
+    keys = _edge_keys(n_points, starts, triangles)
+    return 2 * float(np.count_nonzero(keys[1:] == keys[:-1])) / len(keys)
+
+
+def edge_uses(n_points: int, starts: np.ndarray, triangles: np.ndarray) -> tuple[int, int, int]:
+    """Numbers of edges: all, those of one polygon alone (the rims of openings), those of three polygons and more."""
+    edges = _edge_keys(n_points, starts, triangles)
+    edges = edges[edges >= 0] >> 1
+    if not len(edges):
+        return 0, 0, 0
+    firsts = np.flatnonzero(np.concatenate([[True], edges[1:] != edges[:-1]]))
+    uses = np.diff(np.append(firsts, len(edges)))
+    return len(uses), int((uses == 1).sum()), int((uses > 2).sum())
+
+
+def _edge_keys(n_points: int, starts: np.ndarray, triangles: np.ndarray) -> np.ndarray:
+    """For every corner of every polygon a key of the edge that begins there: twice the edge's plus its direction.
+
+    Sorted; an edge from a point to itself belongs to a degenerate face and has a negative key that no other has.
+    """
     keys = np.empty(len(triangles) + 2 * (len(starts) - 1), dtype=np.int64)
     filled = 0
     for _, corners in polygons(starts, triangles):
@@ -151,8 +171,7 @@ def inverted_edges(n_points: int, starts: np.ndarray, triangles: np.ndarray) -> 
         low, high = np.minimum(start, end), np.maximum(start, end)
         key = 2 * (low * n_points + high) + (start < end)
         places = np.arange(filled, filled + key.size).reshape(key.shape)
-        # An edge from a point to itself belongs to a degenerate face: a key that no other has.
         keys[filled : filled + key.size] = np.where(start == end, -1 - places, key).ravel()
         filled += key.size
     keys.sort()
-    return 2 * float(np.count_nonzero(keys[1:] == keys[:-1])) / len(keys)
+    return keys

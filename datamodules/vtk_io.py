@@ -19,11 +19,12 @@ def read_mesh(
     point_arrays: Iterable[str] | None = None,
     cell_arrays: Iterable[str] | None = None,
 ) -> pv.DataSet:
-    """Read a VTK XML file (.vtu, .vtp).
+    """Read a VTK XML file (.vtu, .vtp), or another that VTK reads (.stl, .obj, .ply).
 
     Args:
         path: the file.
-        point_arrays: names of the point arrays to load; None loads all. Absent names are left to :func:`named_array`.
+        point_arrays: names of the point arrays to load (VTK XML only); None loads all. Absent names are left to
+            :func:`named_array`.
         cell_arrays: the same for cell arrays.
 
     Raises:
@@ -86,6 +87,29 @@ def _select(reader: pv.BaseReader, association: str, names: Iterable[str] | None
     for name in names:
         if name in present:
             getattr(reader, f"enable_{association}_array")(name)
+
+
+def polygon_corners(mesh: pv.DataSet, path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The polygons of a surface, checked: VTK's offsets (f+1,) and connectivity.
+
+    Raises:
+        ValueError: other cells than polygons, too many of them, fewer than three corners, or corners that are no point.
+    """
+    if not isinstance(mesh, pv.PolyData) or mesh.GetNumberOfPolys() != mesh.n_cells:
+        raise ValueError(f"{path}: expected polygons only (VTK PolyData), found other cells among {mesh.n_cells}")
+    cells = mesh.GetPolys()
+    offsets = np.asarray(pv.convert_array(cells.GetOffsetsArray()))
+    connectivity = np.asarray(pv.convert_array(cells.GetConnectivityArray()))
+    if max(len(connectivity), mesh.n_points) >= 2**31:
+        raise ValueError(f"{path}: {len(connectivity)} corners, expected fewer than 2^31")
+    thin = np.count_nonzero(np.diff(offsets) < 3)
+    if thin:
+        raise ValueError(f"{path}: {thin} of {mesh.n_cells} faces have fewer than three corners")
+    if connectivity.min() < 0 or connectivity.max() >= mesh.n_points:
+        raise ValueError(
+            f"{path}: faces name the points {connectivity.min()} to {connectivity.max()}, there are {mesh.n_points}"
+        )
+    return offsets, connectivity
 
 
 def named_array(

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from globe_lightning.geometry import ShapePrediction, predict_geometry
     from globe_lightning.mesh import BoundaryMesh
     from globe_lightning.models.globe import GLOBE
     from globe_lightning.module import GlobeLightningModule
@@ -23,9 +24,20 @@ _HOMES = {
     "GlobeLightningModule": "globe_lightning.module",
     "Sample": "globe_lightning.sample",
     "SampleSchema": "globe_lightning.sample",
+    "ShapePrediction": "globe_lightning.geometry",
+    "predict_geometry": "globe_lightning.geometry",
 }
 
-__all__ = ["GLOBE", "BoundaryMesh", "ForceSurface", "GlobeLightningModule", "Sample", "SampleSchema"]
+__all__ = [
+    "GLOBE",
+    "BoundaryMesh",
+    "ForceSurface",
+    "GlobeLightningModule",
+    "Sample",
+    "SampleSchema",
+    "ShapePrediction",
+    "predict_geometry",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -46,6 +46,7 @@ from globe_lightning.config_errors import (
     explain_trainer,
     read_sources,
 )
+from globe_lightning.geometry_arguments import add_geometry_help, expand_geometry
 from globe_lightning.module import MONITOR, MONITOR_MODE, SCHEMA_ARGUMENTS, GlobeLightningModule, plain
 from globe_lightning.run_folder import RunFolder, RunLogger, written_whole
 from globe_lightning.sharing import read_checkpoint
@@ -122,7 +123,7 @@ class GlobeCLI(LightningCLI):
             trainer_class=GlobeTrainer,
             seed_everything_default=42,
             subclass_mode_data=True,
-            args=arguments,
+            args=expand_geometry(arguments),
             run=run,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
@@ -159,6 +160,13 @@ class GlobeCLI(LightningCLI):
                 "checkpoint.enable_version_counter": False,
             }
         )
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """A subcommand's parser; that of predict says what can be done with new shapes."""
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "predict":
+            add_geometry_help(parser)
+        return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse; what cannot be parsed is explained."""

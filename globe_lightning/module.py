@@ -65,6 +65,9 @@ NETWORK_ARGUMENTS = (
 SCHEMA_KEY = "sample_schema"
 """Where a checkpoint keeps the schema of the samples that its model fits."""
 
+GEOMETRY_KEY = "geometry_arguments"
+"""Where a checkpoint keeps how its training's data module prepared a case's geometry: {argument: plain value}."""
+
 
 class GlobeLightningModule(pl.LightningModule):
     """GLOBE under Lightning: one case is one step.
@@ -165,6 +168,7 @@ class GlobeLightningModule(pl.LightningModule):
         self.field_ranks = flatten_ranks(output_field_ranks, "output_field_ranks")
         self.network = GLOBE(**{name: values[name] for name in NETWORK_ARGUMENTS})
         self._start_at_scales(complete_scales(loss_scales, list(self.field_ranks)))
+        self.geometry_arguments: dict[str, Any] = {}  # how the training's data module prepares a geometry
         self.latest_prediction: dict[str, Tensor] | None = None
         self.latest_mesh: tuple[str, Any] | None = None  # of the callbacks that write a predicted case
         self._step_report: tuple[str, Tensor] | None = None
@@ -237,14 +241,17 @@ class GlobeLightningModule(pl.LightningModule):
             scheduler.step(self.trainer.global_step)
 
     def setup(self, stage: str) -> None:
-        """Compare the data module's schema with the model's.
+        """Compare the data module's schema with the model's; in training note how it prepares a case's geometry.
 
         Raises:
-            ValueError: they differ; the message lists how.
+            ValueError: the schemas differ; the message lists how.
         """
-        data = getattr(getattr(self.trainer, "datamodule", None), "schema", None)
+        module: Any = getattr(self.trainer, "datamodule", None)
+        data = getattr(module, "schema", None)
         if isinstance(data, SampleSchema):
             self._refuse_differences(data, "the data module's samples do not fit the model")
+        if stage == "fit" and hasattr(module, "geometry_arguments"):
+            self.geometry_arguments = plain(module.geometry_arguments())
 
     def _refuse_differences(self, other: SampleSchema, what: str) -> None:
         lines = self.schema.differences(other)
@@ -439,15 +446,17 @@ class GlobeLightningModule(pl.LightningModule):
     # Checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the schema, as plain values."""
+        """Store the schema and how a geometry is prepared, as plain values."""
         checkpoint[SCHEMA_KEY] = self.schema.arguments()
+        checkpoint[GEOMETRY_KEY] = self.geometry_arguments
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of a model of other data.
+        """Refuse a checkpoint of a model of other data; take over how a geometry is prepared.
 
         Raises:
             ValueError: the schemas differ; the message lists how.
         """
+        self.geometry_arguments = dict(checkpoint.get(GEOMETRY_KEY, {}))
         if SCHEMA_KEY in checkpoint:
             stored = SampleSchema(**checkpoint[SCHEMA_KEY])
             self._refuse_differences(

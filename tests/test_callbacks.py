@@ -13,7 +13,8 @@ from conftest import make_sample
 from test_module import Data, make_trainer, module
 
 from globe_lightning.callbacks.checkpoints import BestCheckpoint
-from globe_lightning.callbacks.pictures import PictureWriter, _inside, _loops, _triangulate, draw_case
+from globe_lightning.callbacks.pictures import PictureWriter, draw_case
+from globe_lightning.callbacks.plane import inside_loops, loops, triangulate
 from globe_lightning.callbacks.predictions import FORCE_COLUMNS, PredictionWriter, with_fields
 from globe_lightning.callbacks.progress import LossBar
 from globe_lightning.fields import flatten_data
@@ -133,12 +134,12 @@ def test_triangles_inside_the_body_are_left_out():
     ring = (0.5 + torch.rand(400)).unsqueeze(1) * torch.stack([angle.cos(), angle.sin()], dim=1)
     points = torch.cat([sample.prediction_points[:16], ring]).double().numpy()
     outline = sample.boundary_meshes["no_slip"].corners.double().numpy()
-    mesh = _triangulate(points, outline, (-1.0, 1.0, -1.0, 1.0))
+    mesh = triangulate(points, outline, (-1.0, 1.0, -1.0, 1.0))
     centres = points[mesh.rows][mesh.triangulation.get_masked_triangles()].mean(axis=1)
-    assert not _inside(centres, outline).any() and len(centres) > 100
+    assert not inside_loops(centres, outline).any() and len(centres) > 100
     assert np.linalg.norm(centres, axis=1).min() > 0.4
     whole = points[mesh.rows][mesh.triangulation.triangles].mean(axis=1)
-    assert _inside(whole, outline).any()
+    assert inside_loops(whole, outline).any()
 
 
 def test_inside_of_a_star_against_its_polar_form():
@@ -150,9 +151,9 @@ def test_inside_of_a_star_against_its_polar_form():
     r, a = np.linalg.norm(points, axis=1), np.arctan2(points[:, 1], points[:, 0])
     limit = 1 + 0.4 * np.cos(5 * a)
     clear = np.abs(r - limit) > 0.02
-    np.testing.assert_array_equal(_inside(points, outline)[clear], (r < limit)[clear])
-    loops = _loops(outline[np.random.default_rng(1).permutation(200)])
-    assert len(loops) == 1 and len(loops[0]) == 201
+    np.testing.assert_array_equal(inside_loops(points, outline)[clear], (r < limit)[clear])
+    chains = loops(outline[np.random.default_rng(1).permutation(200)])
+    assert len(chains) == 1 and len(chains[0]) == 201
 
 
 def test_a_loss_that_is_not_finite_is_never_the_best(tmp_path):

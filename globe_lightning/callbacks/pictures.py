@@ -9,6 +9,17 @@ import numpy as np
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from globe_lightning.callbacks.plane import (
+    FieldTriangles,
+    along_body,
+    body_outline,
+    loops,
+    numpy_of,
+    size_of,
+    triangulate,
+    window_around,
+)
+from globe_lightning.callbacks.prediction_pictures import draw_prediction
 from globe_lightning.callbacks.predictions import shared_mesh
 from globe_lightning.callbacks.surface_pictures import draw_surface_case, is_surface
 from globe_lightning.fields import flatten_data
@@ -16,15 +27,13 @@ from globe_lightning.forces import can_integrate, force_coefficients
 from globe_lightning.run_folder import safe_name, written_whole
 from globe_lightning.sample import Sample
 
-MARGINS = (0.35, 0.75, 0.35)
-"""What a plane picture shows around the body: to its left, to its right and above and below, in body lengths."""
-
 
 class PictureWriter(Callback):
     """Draws one PNG per case: of the first validation case every few epochs, and of every predicted case.
 
     Cases in the plane are drawn by :func:`draw_case`; cases in space whose ``case_mesh`` (of the data module) is a
-    surface by :func:`~globe_lightning.callbacks.surface_pictures.draw_surface_case`; others not at all.
+    surface by :func:`~globe_lightning.callbacks.surface_pictures.draw_surface_case`; cases without truth by
+    :func:`~globe_lightning.callbacks.prediction_pictures.draw_prediction`; others not at all.
 
     Args:
         folder: where to write; ``pictures`` in the trainer's root folder if None.
@@ -46,17 +55,20 @@ class PictureWriter(Callback):
         self.dots_per_inch = dots_per_inch
 
     def _write(self, trainer: Any, pl_module: Any, sample: Sample, name: str, title: str) -> None:
-        prediction = pl_module.latest_prediction
+        prediction, data = pl_module.latest_prediction, trainer.datamodule
         if not len(sample.prediction_points):
             return
-        if sample.prediction_points.shape[1] == 2:
-            figure = draw_case(sample, prediction, title)
-        elif hasattr(trainer.datamodule, "case_mesh"):
-            mesh = shared_mesh(trainer, pl_module, sample.case)
-            if not is_surface(mesh):
+        flat = sample.prediction_points.shape[1] == 2
+        mesh = shared_mesh(trainer, pl_module, sample.case) if not flat and hasattr(data, "case_mesh") else None
+        place = getattr(data, "field_association", "point")
+        if not len(sample.targets.keys()):
+            figure = draw_prediction(sample, prediction, mesh, title, place, self.dots_per_inch)
+            if figure is None:
                 return
+        elif flat:
+            figure = draw_case(sample, prediction, title)
+        elif mesh is not None and is_surface(mesh):
             heading = "      ".join(text for text in (title, force_text(sample, prediction, ("Cd", "Cl"))) if text)
-            place = getattr(trainer.datamodule, "field_association", "point")
             figure = draw_surface_case(sample, prediction, mesh, heading, place, self.dots_per_inch)
         else:
             return
@@ -104,17 +116,12 @@ def draw_case(sample: Sample, prediction: dict[str, Tensor], title: str = "") ->
     from matplotlib.figure import Figure
 
     points = sample.prediction_points.detach().double().cpu().numpy()
-    truth = {name: _numpy(value) for name, value in flatten_data(sample.targets).items()}
-    predicted = {name: _numpy(value) for name, value in prediction.items() if name in truth}
-    outline = np.concatenate(
-        [mesh.corners.detach().double().cpu().numpy() for mesh in sample.boundary_meshes.values() if mesh.n_faces]
-    )
-    low, high = outline.min(axis=(0, 1)), outline.max(axis=(0, 1))
-    length = float(max(high - low))
-    left, right, side = (margin * length for margin in MARGINS)
-    window = (low[0] - left, high[0] + right, low[1] - side, high[1] + side)
+    truth = {name: numpy_of(value) for name, value in flatten_data(sample.targets).items()}
+    predicted = {name: numpy_of(value) for name, value in prediction.items() if name in truth}
+    outline = body_outline(sample)
+    window = window_around(outline)
 
-    mesh = _triangulate(points, outline, window)
+    mesh = triangulate(points, outline, window)
     # A field known only at the wall is no picture of the flow: it is drawn as a curve.
     shown = [name for name, value in truth.items() if name in predicted and np.isfinite(value[mesh.rows]).mean() > 0.9]
     surface = _surface(sample, truth, predicted)
@@ -166,69 +173,11 @@ class _Page:
         return self._axes(figure, 0.8 + number * step, 0.55, step - 0.9, self.curve_height)
 
 
-class _Triangles:
-    """A triangulation of the points near the body, without the triangles inside it."""
-
-    def __init__(self, triangulation: Any, rows: np.ndarray) -> None:
-        self.triangulation = triangulation
-        self.rows = rows
-
-    def quantiles(
-        self, values: np.ndarray, levels: list[float], window: tuple[float, float, float, float]
-    ) -> np.ndarray:
-        """Quantiles over the visible area of values at the points; over the points alone, the wall's would rule."""
-        t = self.triangulation
-        corners = t.get_masked_triangles()
-        x, y, means = t.x[corners], t.y[corners], values[corners].mean(axis=1)
-        areas = np.abs((x[:, 1] - x[:, 0]) * (y[:, 2] - y[:, 0]) - (x[:, 2] - x[:, 0]) * (y[:, 1] - y[:, 0]))
-        cx, cy = x.mean(axis=1), y.mean(axis=1)
-        visible = (cx > window[0]) & (cx < window[1]) & (cy > window[2]) & (cy < window[3])
-        use = np.isfinite(means) & (areas > 0) & (visible if visible.any() else True)
-        if not use.any():
-            return np.zeros(len(levels))
-        order = np.argsort(means[use])
-        cumulative = np.cumsum(areas[use][order])
-        return np.interp(np.array(levels) * cumulative[-1], cumulative, means[use][order])
-
-
-def _triangulate(points: np.ndarray, outline: np.ndarray, window: tuple[float, float, float, float]) -> _Triangles:
-    from matplotlib.tri import Triangulation
-
-    reach = 0.15 * (window[1] - window[0])
-    near = (points[:, 0] > window[0] - reach) & (points[:, 0] < window[1] + reach)
-    near &= (points[:, 1] > window[2] - reach) & (points[:, 1] < window[3] + reach)
-    rows = np.flatnonzero(near)
-    if len(rows) < 3:
-        rows = np.arange(len(points))
-    _, first = np.unique(points[rows], axis=0, return_index=True)  # coincident points break the triangulation
-    rows = rows[np.sort(first)]
-    triangulation = Triangulation(points[rows, 0], points[rows, 1])
-    centres = points[rows][triangulation.triangles].mean(axis=1)
-    triangulation.set_mask(_inside(centres, outline))
-    return _Triangles(triangulation, rows)
-
-
-def _inside(points: np.ndarray, outline: np.ndarray) -> np.ndarray:
-    """Whether points are inside closed loops of segments (s, 2, 2): a ray to the right crosses an odd number."""
-    inside = np.zeros(len(points), dtype=bool)
-    low, high = outline.min(axis=(0, 1)), outline.max(axis=(0, 1))
-    rows = np.flatnonzero(((points >= low) & (points <= high)).all(axis=1))
-    a, b = outline[:, 0], outline[:, 1]
-    rise = np.where(b[:, 1] == a[:, 1], 1.0, b[:, 1] - a[:, 1])
-    for start in range(0, len(rows), 4096):
-        part = rows[start : start + 4096]
-        x, y = points[part, :1], points[part, 1:]
-        between = (a[:, 1] > y) != (b[:, 1] > y)
-        crossing = a[:, 0] + (y - a[:, 1]) / rise * (b[:, 0] - a[:, 0])
-        inside[part] = (between & (x < crossing)).sum(axis=1) % 2 == 1
-    return inside
-
-
 def _draw_field(
     figure: Any,
     axes: list[tuple[Any, Any]],
     name: str,
-    mesh: _Triangles,
+    mesh: FieldTriangles,
     truth: np.ndarray,
     predicted: np.ndarray,
     outline: np.ndarray,
@@ -238,18 +187,23 @@ def _draw_field(
 
     vector = truth.ndim == 2
     error = predicted[mesh.rows] - truth[mesh.rows]
-    true, pred = (_size(values[mesh.rows]) for values in (truth, predicted))
+    true, pred = (size_of(values[mesh.rows]) for values in (truth, predicted))
     label = f"|{name}|" if vector else name
     known = np.isfinite(true)
     low, high = mesh.quantiles(true, [0.001, 0.999], window)
     if not high > low:
         low, high = low - 0.5, high + 0.5
-    size = float(mesh.quantiles(np.abs(_size(error)), [0.998], window)[0]) or 1e-12
+    size = float(mesh.quantiles(np.abs(size_of(error)), [0.998], window)[0]) or 1e-12
     error_range = (0.0, size) if vector else (-size, size)
     panels = (
         (f"{label}, truth", true, (low, high), "turbo"),
         (f"{label}, prediction", pred, (low, high), "turbo"),
-        (f"{'|error|' if vector else 'error'} of {name}", _size(error), error_range, "magma_r" if vector else "RdBu_r"),
+        (
+            f"{'|error|' if vector else 'error'} of {name}",
+            size_of(error),
+            error_range,
+            "magma_r" if vector else "RdBu_r",
+        ),
     )
     triangulation = mesh.triangulation
     unknown = ~known[triangulation.triangles].all(axis=1)
@@ -258,7 +212,7 @@ def _draw_field(
         clone = type(triangulation)(triangulation.x, triangulation.y, triangulation.triangles, mask)
         filled = np.where(np.isfinite(values), values, bottom)
         image = axis.tripcolor(clone, filled, shading="gouraud", cmap=colours, vmin=bottom, vmax=top, rasterized=True)
-        axis.add_collection(PolyCollection(_loops(outline), facecolors="0.85", edgecolors="0.2", linewidths=0.6))
+        axis.add_collection(PolyCollection(loops(outline), facecolors="0.85", edgecolors="0.2", linewidths=0.6))
         axis.set(xlim=window[:2], ylim=window[2:])
         axis.set_title(heading, fontsize=10, pad=4)
         axis.tick_params(labelsize=7, length=2)
@@ -266,40 +220,16 @@ def _draw_field(
         bar.tick_params(labelsize=7, length=2)
 
 
-def _loops(outline: np.ndarray) -> list[np.ndarray]:
-    """Segments (s, 2, 2) chained into polygons by their equal ends."""
-    following: dict[tuple[float, ...], list[tuple[float, ...]]] = {}
-    for start, end in outline:
-        following.setdefault(tuple(start), []).append(tuple(end))
-    loops = []
-    while following:
-        point = next(iter(following))
-        loop = [point]
-        while following.get(point):
-            ends = following[point]
-            end = ends.pop()
-            if not ends:
-                del following[point]
-            loop.append(end)
-            point = end
-        loops.append(np.array(loop))
-    return loops
-
-
 def _surface(sample: Sample, truth: dict[str, np.ndarray], predicted: dict[str, np.ndarray]) -> list[tuple]:
     """What to draw along the surface: (label, positions, true, predicted) with arrays (faces, corners)."""
     surface = sample.force_surface
     if surface is None or surface.point_indices.shape[1] != 2:
         return []
-    corners = surface.point_indices.cpu().numpy()
-    positions = sample.prediction_points.detach().double().cpu().numpy()[corners]
-    low, high = positions.min(axis=(0, 1)), positions.max(axis=(0, 1))
-    axis = int(np.argmax(high - low))
-    along = (positions[..., axis] - low[axis]) / (high - low)[axis]
+    corners, along = along_body(surface, numpy_of(sample.prediction_points))
     curves = []
     for name, sign, label in ((surface.pressure_field, -1.0, "−{}"), (surface.shear_field, 1.0, "|{}|")):
         if name in truth and name in predicted:
-            values = [sign * _size(fields[name])[corners] for fields in (truth, predicted)]
+            values = [sign * size_of(fields[name])[corners] for fields in (truth, predicted)]
             curves.append((label.format(name), along, *values))
     return curves
 
@@ -332,11 +262,3 @@ def force_text(sample: Sample, prediction: dict[str, Tensor], names: tuple[str, 
     predicted = force_coefficients(sample.force_surface, prediction).total
     shown = [name for name in names or true if name in true]
     return "   ".join(f"{name} {float(true[name]):.4f} (predicted {float(predicted[name]):.4f})" for name in shown)
-
-
-def _size(values: np.ndarray) -> np.ndarray:
-    return np.linalg.norm(values, axis=-1) if values.ndim == 2 else values
-
-
-def _numpy(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().double().cpu().numpy()

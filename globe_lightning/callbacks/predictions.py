@@ -10,7 +10,14 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from globe_lightning.callbacks.tables import FORCE_COLUMNS, distinct_forces, force_rows, gathered, write_table
+from globe_lightning.callbacks.tables import (
+    FORCE_COLUMNS,
+    coefficient_table,
+    distinct_forces,
+    force_rows,
+    gathered,
+    write_table,
+)
 from globe_lightning.fields import flatten_data
 from globe_lightning.run_folder import safe_name, written_whole
 from globe_lightning.sample import Sample
@@ -24,7 +31,8 @@ class PredictionWriter(Callback):
     ``<folder>/<case>.vtp`` (a surface) or ``.vtu`` (a volume) is the data module's ``case_mesh(case)`` with three
     arrays a field, at the points or in the cells, where the data module's ``field_association`` says: the truth under
     the field's name (the file's own array where it has one), the prediction (suffix ``Pred``) and prediction minus
-    truth (suffix ``Error``); NaN where a point was not predicted or its truth is unknown. Fields are nondimensional,
+    truth (suffix ``Error``); NaN where a point was not predicted or its truth is unknown. Of fields whose truth the
+    sample lacks altogether there is the prediction alone. Fields are nondimensional,
     and also in the dataset's names and units where the data module has ``dimensional(sample, fields)``.
     ``<folder>/forces.csv`` has the columns of ``globe_lightning.callbacks.tables.FORCE_COLUMNS``.
 
@@ -88,7 +96,9 @@ class PredictionWriter(Callback):
         pl_module.latest_mesh = None
         if not trainer.is_global_zero or not rows:
             return
-        write_table(self._folder(trainer) / "forces.csv", FORCE_COLUMNS, distinct_forces(rows))
+        rows = distinct_forces(rows)
+        write_table(self._folder(trainer) / "forces.csv", FORCE_COLUMNS, rows)
+        print(coefficient_table(rows), end="")
         print(f"wrote the predictions of {len({row[0] for row in rows})} cases to {self._folder(trainer)}", flush=True)
 
 
@@ -113,7 +123,7 @@ def with_fields(
         mesh: the case's.
         sample: whose points they are.
         prediction: {name: values at the sample's points}, tensors or arrays.
-        truth: the same; what it lacks is NaN.
+        truth: the same; of what it lacks there is the prediction alone.
         place: "point" or "cell", where the sample's points are in the mesh.
 
     Raises:
@@ -130,10 +140,12 @@ def with_fields(
         )
     for name, predicted in prediction.items():
         pred = _float32(predicted)
-        true = _float32(truth[name]) if name in truth else np.full_like(pred, np.nan)
+        arrays[f"{name}Pred"] = _on_mesh(pred, rows, size)
+        if name not in truth:
+            continue
+        true = _float32(truth[name])
         if name not in arrays:
             arrays[name] = _on_mesh(true, rows, size)
-        arrays[f"{name}Pred"] = _on_mesh(pred, rows, size)
         arrays[f"{name}Error"] = _on_mesh(pred - true, rows, size)
     return mesh
 

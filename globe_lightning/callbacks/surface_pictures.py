@@ -59,7 +59,8 @@ def draw_surface_case(
     names = [name for name in truth if name in predicted and np.isfinite(truth[name]).any()]
     page = _Page(dots_per_inch)
     views = {
-        label: see_triangles(camera, vertices, triangles, owners) for label, camera in page.cameras(vertices).items()
+        label: see_triangles(camera, vertices, triangles, owners)
+        for label, camera in page_cameras(vertices, page.panel_width, page.pixels_per_inch).items()
     }
     curve = sample.force_surface.pressure_field if sample.force_surface is not None else "C_p"
     curves = [curve] if curve in names else []
@@ -87,20 +88,6 @@ class _Page:
     def __init__(self, dots_per_inch: int) -> None:
         self.pixels_per_inch = dots_per_inch * SUPERSAMPLING
 
-    def cameras(self, points: np.ndarray) -> dict[str, Camera]:
-        """A camera for every view, of one scale: at which the widest fills a panel."""
-        extents = {label: Camera(*angles).extent(points) for label, angles in VIEWS.items()}
-        # Whole pixels on the page.
-        width = int(self.panel_width * self.pixels_per_inch) // SUPERSAMPLING * SUPERSAMPLING
-        margin = 0.015 * width
-        scale = (width - 2 * margin) / max(*(np.ptp(extent[:, 0]) for extent in extents.values()), 1e-30)
-        cameras = {}
-        for label, (low, high) in extents.items():
-            height = int(np.ceil((high[1] - low[1]) * scale + 2 * margin)) // SUPERSAMPLING * SUPERSAMPLING
-            origin = ((low[0] + high[0] - width / scale) / 2, low[1] - margin / scale)
-            cameras[label] = Camera(*VIEWS[label], scale, origin, (height, width))
-        return cameras
-
     def layout(self, n_fields: int, heights: list[float], n_curves: int) -> None:
         """Settle the height of the page, of panels of some heights for every field, and of curves."""
         self.heights = heights
@@ -119,6 +106,20 @@ class _Page:
     def curve(self, figure: Any) -> Any:
         """The axes below all panels."""
         return self.axes(figure, 0.75, 0.5, self.width - 1.1, self.curve_height - 0.3)
+
+
+def page_cameras(points: np.ndarray, panel_width: float, pixels_per_inch: int) -> dict[str, Camera]:
+    """A camera for every view, of one scale: at which the widest fills a panel [inches] with whole pixels."""
+    extents = {label: Camera(*angles).extent(points) for label, angles in VIEWS.items()}
+    width = int(panel_width * pixels_per_inch) // SUPERSAMPLING * SUPERSAMPLING
+    margin = 0.015 * width
+    scale = (width - 2 * margin) / max(*(np.ptp(extent[:, 0]) for extent in extents.values()), 1e-30)
+    cameras = {}
+    for label, (low, high) in extents.items():
+        height = int(np.ceil((high[1] - low[1]) * scale + 2 * margin)) // SUPERSAMPLING * SUPERSAMPLING
+        origin = ((low[0] + high[0] - width / scale) / 2, low[1] - margin / scale)
+        cameras[label] = Camera(*VIEWS[label], scale, origin, (height, width))
+    return cameras
 
 
 def is_surface(mesh: Any) -> bool:
@@ -201,7 +202,7 @@ def _draw_field(
         shown = views[heading_of_view]
         for left, (heading, norm, colours), image in zip(page.lefts, maps, row, strict=True):
             axis = page.axes(figure, left, bottom, page.panel_width, height)
-            axis.imshow(_paint(image, shown, norm, colormaps[colours]), origin="lower", aspect="auto")
+            axis.imshow(paint(image, shown, norm, colormaps[colours]), origin="lower", aspect="auto")
             axis.set_axis_off()
             if view == 0:
                 axis.set_title(heading, fontsize=10, pad=4)
@@ -220,7 +221,7 @@ def _quantiles(values: np.ndarray, levels: list[float]) -> np.ndarray:
     return np.quantile(values, levels) if len(values) else np.zeros(len(levels))
 
 
-def _paint(image: np.ndarray, shown: Shown, norm: Any, colours: Any) -> np.ndarray:
+def paint(image: np.ndarray, shown: Shown, norm: Any, colours: Any) -> np.ndarray:
     """The image in colours (height, width, 4), each pixel the mean of several; unknown values are grey."""
     known = np.isfinite(image)
     paint = colours(norm(np.where(known, image, 0.0)))
@@ -235,8 +236,8 @@ def _paint(image: np.ndarray, shown: Shown, norm: Any, colours: Any) -> np.ndarr
     return np.clip(mean, 0, 1)
 
 
-def _draw_middle(axis: Any, name: str, points: np.ndarray, true: np.ndarray, predicted: np.ndarray) -> None:
-    """Minus a scalar field over x, at the points next to the plane through the body's middle."""
+def near_middle(points: np.ndarray) -> np.ndarray:
+    """Rows of the points next to the plane through the body's middle, as many as a curve needs, 20,000 at most."""
     across = points[:, 1]
     middle, half = (across.max() + across.min()) / 2, max(np.ptp(across) / 2, 1e-30)
     distance = np.abs(across - middle) / half
@@ -244,6 +245,12 @@ def _draw_middle(axis: Any, name: str, points: np.ndarray, true: np.ndarray, pre
     near = np.flatnonzero(distance <= max(0.004, np.partition(distance, wanted)[wanted]))
     if len(near) > 20_000:
         near = near[:: -(-len(near) // 20_000)]
+    return near
+
+
+def _draw_middle(axis: Any, name: str, points: np.ndarray, true: np.ndarray, predicted: np.ndarray) -> None:
+    """Minus a scalar field over x, at the points next to the plane through the body's middle."""
+    near = near_middle(points)
     x = points[near, 0]
     for values, colour, dot, label in ((true, "0.5", 14, "truth"), (predicted, "tab:red", 4, "prediction")):
         axis.scatter(x, -values[near], s=dot, color=colour, linewidths=0, label=label, rasterized=True)

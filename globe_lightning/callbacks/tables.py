@@ -31,8 +31,8 @@ FORCE_COLUMNS = (
 """The columns of a table of forces, one row per case and coefficient.
 
 "solver" is the solver's own value if known, "true" and "predicted" are integrated from the true and the predicted
-fields, "error" is predicted minus true. A coefficient named ``Cd_own`` is referred to the case's own area, ``Cd`` to
-the area common to all cases.
+fields, "error" is predicted minus true; what needs a truth that is not known is empty. A coefficient named ``Cd_own``
+is referred to the case's own area, ``Cd`` to the area common to all cases.
 """
 
 
@@ -83,7 +83,13 @@ def force_rows(sample: Sample, prediction: dict[str, Tensor]) -> list[list[Any]]
     surface, rows = sample.force_surface, []
     if surface is None or not can_integrate(surface, list(prediction)):
         return []
-    predicted, true = (force_coefficients(surface, fields) for fields in (prediction, flatten_data(sample.targets)))
+    predicted, truth = force_coefficients(surface, prediction), flatten_data(sample.targets)
+    if not can_integrate(surface, truth):
+        for name in predicted.total:
+            whole, pressure, friction = (float(part[name]) for part in predicted)
+            rows.append([sample.case, name, "", "", whole, "", "", pressure, "", friction])
+        return rows
+    true = force_coefficients(surface, truth)
     for name in true.total:
         pairs = [(float(t[name]), float(p[name])) for t, p in zip(true, predicted, strict=True)]
         total, total_pred = pairs[0]
@@ -97,6 +103,22 @@ def distinct_forces(rows: Iterable[list[Any]]) -> list[list[Any]]:
     """The rows sorted by case and coefficient, each of these once."""
     unique = {(row[0], row[1]): row for row in rows}
     return [unique[key] for key in sorted(unique)]
+
+
+def coefficient_table(rows: Sequence[list[Any]]) -> str:
+    """The coefficients of cases without truth, lines to print: total, pressure and friction; "" if there are none."""
+    wanted = ("case", "coefficient", "predicted", "predicted_pressure", "predicted_friction")
+    columns = [FORCE_COLUMNS.index(name) for name in wanted]
+    known = FORCE_COLUMNS.index("true")
+    lines = [[str(row[c]) if c < 2 else f"{row[c]:.4f}" for c in columns] for row in rows if row[known] == ""]
+    if not lines:
+        return ""
+    table = [[*wanted[:2], "total", "pressure", "friction"], *lines]
+    widths = [max(len(line[column]) for line in table) for column in range(len(wanted))]
+    return "".join(
+        "  ".join([*map(str.ljust, line[:2], widths[:2]), *map(str.rjust, line[2:], widths[2:])]).rstrip() + "\n"
+        for line in table
+    )
 
 
 def gathered(trainer: Any, items: list[Any]) -> list[Any]:

@@ -29,7 +29,9 @@ def convert(arguments: Sequence[str]) -> None:
     if kinds == (".mdlus", ".ckpt"):
         network = from_mdlus(source)
         dtype = network.parameter_dtype
-        write_checkpoint(module_of(network), target)
+        module = module_of(network)
+        module.geometry_arguments = {"orientation": "inward"}  # of new shapes too
+        write_checkpoint(module, target)
         print(
             f"wrote {target}: ready for globe test, predict and fit (--ckpt_path {target}); fit starts with a fresh "
             f"optimizer.\n{ORIENTATION_REMARK} This model expects what it was trained on: set "

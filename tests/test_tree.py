@@ -97,11 +97,12 @@ def test_boxes_and_order_of_a_forest(dims: int, leaf_size: int) -> None:
         assert ((own >= first) & (own < last)).all(), "a tree holds its own points"
         codes = morton_codes(sets[tree])[own - first]
         assert torch.equal(codes, codes.sort().values)
-    for start, end, box in zip(forest.start.tolist(), forest.end.tolist(), forest.boxes, strict=True):
+    for start, end, box in zip(forest.start.tolist(), forest.end.tolist(), forest.boxes.t(), strict=True):
         inside = forest.points[start:end]
         assert torch.equal(box[:dims], inside.amin(0))
         assert torch.equal(box[dims : 2 * dims], inside.amax(0))
-        assert box[-1] == (inside.amax(0) - inside.amin(0)).square().sum()
+        assert box[-2] == (inside.amax(0) - inside.amin(0)).square().sum()
+        assert box[-1] == box[-2].sqrt()
     assert torch.equal(forest.to("cpu").boxes, forest.boxes)
 
 
@@ -113,10 +114,10 @@ def test_equal_codes_keep_their_order() -> None:
 
 
 def test_gap_between_boxes() -> None:
-    low, high = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]])
+    low, high = torch.tensor([[0.0], [0.0]]), torch.tensor([[1.0], [1.0]])
 
     def gap(a: list[float], b: list[float]) -> float:
-        return float(gap_squared(low, high, torch.tensor([a]), torch.tensor([b])))
+        return float(gap_squared(low, high, torch.tensor([a]).t(), torch.tensor([b]).t()))
 
     assert gap([4.0, 5.0], [6.0, 6.0]) == 9 + 16
     assert gap([-3.0, 0.5], [-2.0, 0.6]) == 4

@@ -69,7 +69,8 @@ class ClusterForest:
         points: the sorted points (n_points, D) [m].
         start, end: range of sorted points of each node, int64 (n_nodes,).
         first_child: left child of each node (the right one follows), -1 for a leaf, int64 (n_nodes,).
-        boxes: lower corner, upper corner [m] and squared diagonal [m^2] of each node's box, (n_nodes, 2 D + 1).
+        boxes: of each node's box the lower corner, upper corner [m], squared diagonal [m^2] and diagonal [m], one row
+            a quantity: (2 D + 2, n_nodes).
         point_offsets, node_offsets: first point and node of each tree, with the totals appended.
         leaf_size: largest number of points of a leaf.
         n_levels: levels of the deepest tree.
@@ -80,7 +81,7 @@ class ClusterForest:
     start: Int[Tensor, " nodes"]
     end: Int[Tensor, " nodes"]
     first_child: Int[Tensor, " nodes"]
-    boxes: Float[Tensor, "nodes columns"]
+    boxes: Float[Tensor, "rows nodes"]
     point_offsets: tuple[int, ...]
     node_offsets: tuple[int, ...]
     leaf_size: int
@@ -92,6 +93,22 @@ class ClusterForest:
             name: getattr(self, name).to(device) for name in ("order", "points", "start", "end", "first_child", "boxes")
         }
         return replace(self, **moved)
+
+    def leading(self, n_trees: int) -> ClusterForest:
+        """The forest of the first ``n_trees`` trees; a view."""
+        points, nodes = self.point_offsets[n_trees], self.node_offsets[n_trees]
+        return ClusterForest(
+            self.order[:points],
+            self.points[:points],
+            self.start[:nodes],
+            self.end[:nodes],
+            self.first_child[:nodes],
+            self.boxes[:, :nodes],
+            self.point_offsets[: n_trees + 1],
+            self.node_offsets[: n_trees + 1],
+            self.leaf_size,
+            self.n_levels,
+        )
 
     @property
     def n_points(self) -> int:
@@ -114,34 +131,51 @@ class ClusterForest:
         return [low for low, high in zip(self.node_offsets, self.node_offsets[1:], strict=False) if high > low]
 
 
+@lru_cache(maxsize=16)
+def _joined_shapes(sizes: tuple[int, ...], leaf_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Start, end and first child of the nodes of trees side by side; shared, not to be changed."""
+    parts: list[list[np.ndarray]] = [[], [], []]
+    point, node = 0, 0
+    for size in sizes:
+        shape = tree_shape(size, leaf_size)
+        for own, values in zip(
+            parts,
+            (shape.start + point, shape.end + point, np.where(shape.first_child < 0, -1, shape.first_child + node)),
+            strict=True,
+        ):
+            own.append(values)
+        point, node = point + size, node + shape.start.size
+    start, end, first_child = (torch.from_numpy(np.concatenate(own)) for own in parts)
+    return start, end, first_child
+
+
 @torch.no_grad()
 def build_forest(point_sets: Sequence[Float[Tensor, "n dims"]], leaf_size: int = 1) -> ClusterForest:
     """Build one tree over each point set (at least float32, one device and precision for all).
 
     Data-dependent operations: none.
     """
-    device = point_sets[0].device
-    shapes = [tree_shape(points.shape[0], leaf_size) for points in point_sets]
-    point_offsets = tuple(np.cumsum([0, *(points.shape[0] for points in point_sets)]).tolist())
+    device, dims = point_sets[0].device, point_sets[0].shape[1]
+    sizes = tuple(points.shape[0] for points in point_sets)
+    shapes = [tree_shape(size, leaf_size) for size in sizes]
+    point_offsets = tuple(np.cumsum([0, *sizes]).tolist())
     node_offsets = tuple(np.cumsum([0, *(shape.start.size for shape in shapes)]).tolist())
-
-    def joined(name: str, offsets: tuple[int, ...]) -> Tensor:
-        parts = [
-            np.where(getattr(shape, name) < 0, -1, getattr(shape, name) + offset)
-            for shape, offset in zip(shapes, offsets, strict=False)
-        ]
-        return torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
-
-    orders = [torch.argsort(morton_codes(points), stable=True) for points in point_sets]
-    sorted_sets = [points.index_select(0, order) for points, order in zip(point_sets, orders, strict=True)]
-    boxes = [_boxes(points, shape, leaf_size) for points, shape in zip(sorted_sets, shapes, strict=True)]
+    start, end, first_child = (t.to(device, non_blocking=True) for t in _joined_shapes(sizes, leaf_size))
+    orders, sorted_sets = [], []
+    boxes = point_sets[0].new_empty(2 * dims + 2, node_offsets[-1])
+    for tree, (points, shape) in enumerate(zip(point_sets, shapes, strict=True)):
+        order = torch.sort(morton_codes(points), stable=True).indices
+        sorted_points = points.index_select(0, order)
+        _fill_boxes(boxes[:, node_offsets[tree] : node_offsets[tree + 1]], sorted_points, shape, leaf_size)
+        orders.append(order + point_offsets[tree] if tree else order)
+        sorted_sets.append(sorted_points)
     return ClusterForest(
-        order=torch.cat([order + offset for order, offset in zip(orders, point_offsets, strict=False)]),
-        points=torch.cat(sorted_sets),
-        start=joined("start", point_offsets),
-        end=joined("end", point_offsets),
-        first_child=joined("first_child", node_offsets),
-        boxes=torch.cat(boxes),
+        order=torch.cat(orders) if len(orders) > 1 else orders[0],
+        points=torch.cat(sorted_sets) if len(orders) > 1 else sorted_sets[0],
+        start=start,
+        end=end,
+        first_child=first_child,
+        boxes=boxes,
         point_offsets=point_offsets,
         node_offsets=node_offsets,
         leaf_size=leaf_size,
@@ -149,34 +183,48 @@ def build_forest(point_sets: Sequence[Float[Tensor, "n dims"]], leaf_size: int =
     )
 
 
-def _boxes(points: Tensor, shape: TreeShape, leaf_size: int) -> Tensor:
-    """Box corners and squared diagonal of every node, from the leaves up: one minimum and maximum a level."""
+def _fill_boxes(boxes: Tensor, points: Tensor, shape: TreeShape, leaf_size: int) -> None:
+    """Box corners and diagonal of every node, from the leaves up: one minimum and maximum a level."""
     dims = points.shape[1]
-    n_nodes = shape.start.size
-    boxes = points.new_zeros(n_nodes, 2 * dims + 1)
-    if n_nodes == 0:
-        return boxes
-    low, high = boxes[:, :dims], boxes[:, dims : 2 * dims]
-    leaves = np.flatnonzero(shape.first_child < 0)
-    members = np.minimum(
-        shape.start[leaves, None] + np.arange(min(leaf_size, points.shape[0])), shape.end[leaves, None] - 1
-    )
-    leaf_ids = torch.from_numpy(leaves).to(points.device, non_blocking=True)
-    of_leaves = points[torch.from_numpy(members).to(points.device, non_blocking=True)]
-    low.index_copy_(0, leaf_ids, of_leaves.amin(dim=1))
-    high.index_copy_(0, leaf_ids, of_leaves.amax(dim=1))
-    for level in range(len(shape.levels) - 3, -1, -1):
-        first, last, after = shape.levels[level : level + 3]
-        inner = first + np.flatnonzero(shape.first_child[first:last] >= 0)
-        # The children of a level's inner nodes are, in order, the whole next level.
-        lows = torch.minimum(low[last:after:2], low[last + 1 : after : 2])
-        highs = torch.maximum(high[last:after:2], high[last + 1 : after : 2])
-        if inner.size == last - first:
-            low[first:last] = lows
-            high[first:last] = highs
-        else:
-            ids = torch.from_numpy(inner).to(points.device, non_blocking=True)
-            low.index_copy_(0, ids, lows)
-            high.index_copy_(0, ids, highs)
-    boxes[:, -1] = (high - low).square().sum(dim=1)
-    return boxes
+    if not shape.start.size:
+        return
+    low, high = boxes[:dims], boxes[dims : 2 * dims]
+    columns = points.t().contiguous()
+
+    def put(first: int, last: int, which: np.ndarray, lows: Tensor, highs: Tensor) -> None:
+        """Set some nodes of the level [first, last)."""
+        if which.size == last - first:
+            low[:, first:last] = lows
+            high[:, first:last] = highs
+        elif which.size:
+            ids = torch.from_numpy(which).to(points.device, non_blocking=True)
+            low.index_copy_(1, ids, lows)
+            high.index_copy_(1, ids, highs)
+
+    for level in range(len(shape.levels) - 2, -1, -1):
+        first, last = shape.levels[level : level + 2]
+        is_leaf = shape.first_child[first:last] < 0
+        leaves = first + np.flatnonzero(is_leaf)
+        if leaves.size:
+            if leaf_size == 1:
+                members = shape.start[leaves]
+            else:
+                largest = np.arange(min(leaf_size, points.shape[0]))
+                members = np.minimum(shape.start[leaves, None] + largest, shape.end[leaves, None] - 1).reshape(-1)
+            ids = torch.from_numpy(members).to(points.device, non_blocking=True)
+            # Column by column: several times as fast as along the second dimension.
+            own = torch.stack([column.index_select(0, ids) for column in columns])
+            if leaf_size == 1:
+                put(first, last, leaves, own, own)
+            else:
+                lows, highs = own.unflatten(1, (leaves.size, -1)).aminmax(dim=2)
+                put(first, last, leaves, lows, highs)
+        if leaves.size < last - first:
+            # The children of a level's inner nodes are, in order, the whole next level.
+            after = shape.levels[level + 2]
+            inner = first + np.flatnonzero(~is_leaf)
+            lows = torch.minimum(low[:, last:after:2], low[:, last + 1 : after : 2])
+            highs = torch.maximum(high[:, last:after:2], high[:, last + 1 : after : 2])
+            put(first, last, inner, lows, highs)
+    torch.sum((high - low).square_(), dim=0, out=boxes[-2])
+    torch.sqrt(boxes[-2], out=boxes[-1])

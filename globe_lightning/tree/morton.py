@@ -18,42 +18,39 @@ def morton_codes(points: Float[Tensor, "n dims"]) -> Int[Tensor, " n"]:
         return torch.zeros(0, dtype=torch.int64, device=points.device)
     bits = 63 // dims
     largest = 2**bits - 1
-    low, high = torch.aminmax(points, dim=0)
+    columns = points.t().contiguous()
+    low, high = torch.aminmax(columns, dim=1, keepdim=True)
     extent = high - low
-    unit = (points - low) / torch.where(extent > 0, extent, torch.ones_like(extent))
-    # In float32 the factor rounds up to 2^bits, so the clamp comes after the conversion.
-    cells = (unit * largest).floor().to(torch.int64).clamp_(0, largest)
-    spread = _spread_2d(cells) if dims == 2 else _spread_3d(cells)
-    return (spread << torch.arange(dims, device=points.device)).sum(dim=1)
+    unit = (columns - low).div_(torch.where(extent > 0, extent, torch.ones_like(extent)))
+    # In float32 the factor rounds up to 2^bits, so the clamp comes after the conversion, which takes the floor.
+    cells = unit.mul_(largest).to(torch.int64).clamp_(0, largest)
+    codes = _spread(cells[0], dims)
+    for dimension in range(1, dims):
+        codes.bitwise_or_(_spread(cells[dimension], dims).bitwise_left_shift_(dimension))
+    return codes
 
 
-def _spread(x: Tensor, steps: list[tuple[int, int]]) -> Tensor:
-    for shift, mask in steps:
-        x = (x | (x << shift)) & mask
+# Magic numbers: each step halves the length of the runs of neighbouring bits.
+_STEPS = {
+    2: (
+        (16, 0x0000FFFF0000FFFF),
+        (8, 0x00FF00FF00FF00FF),
+        (4, 0x0F0F0F0F0F0F0F0F),
+        (2, 0x3333333333333333),
+        (1, 0x5555555555555555),
+    ),
+    3: (
+        (32, 0x001F00000000FFFF),
+        (16, 0x001F0000FF0000FF),
+        (8, 0x100F00F00F00F00F),
+        (4, 0x10C30C30C30C30C3),
+        (2, 0x1249249249249249),
+    ),
+}
+
+
+def _spread(x: Tensor, dims: int) -> Tensor:
+    """Move bit b to position b * dims, in place."""
+    for shift, mask in _STEPS[dims]:
+        x.bitwise_or_(x << shift).bitwise_and_(mask)
     return x
-
-
-def _spread_2d(x: Tensor) -> Tensor:
-    return _spread(
-        x,
-        [
-            (16, 0x0000FFFF0000FFFF),
-            (8, 0x00FF00FF00FF00FF),
-            (4, 0x0F0F0F0F0F0F0F0F),
-            (2, 0x3333333333333333),
-            (1, 0x5555555555555555),
-        ],
-    )
-
-
-def _spread_3d(x: Tensor) -> Tensor:
-    return _spread(
-        x,
-        [
-            (32, 0x001F00000000FFFF),
-            (16, 0x001F0000FF0000FF),
-            (8, 0x100F00F00F00F00F),
-            (4, 0x10C30C30C30C30C3),
-            (2, 0x1249249249249249),
-        ],
-    )

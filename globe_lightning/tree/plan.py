@@ -18,15 +18,18 @@ leaf's mean point. What nodes and groups receive is handed to their points after
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from globe_lightning.tree.cluster_tree import ClusterForest
-from globe_lightning.tree.traversal import NodePairs, expand_rows, gap_squared, traverse
+from globe_lightning.tree.leaf_pairs import LeafPairs, expand_nodes, open_leaf_pairs
+from globe_lightning.tree.traversal import traverse
 
 
 @dataclass
@@ -241,7 +244,11 @@ class InteractionPlan:
 
 @torch.no_grad()
 def build_plan(
-    targets: ClusterForest, sources: ClusterForest, theta: float, expand_far_targets: bool = False
+    targets: ClusterForest,
+    sources: ClusterForest,
+    theta: float,
+    expand_far_targets: bool = False,
+    target_size_weight: float = 1.0,
 ) -> InteractionPlan:
     """Plan every interaction of two forests so that each (target, source) combination is covered exactly once.
 
@@ -249,148 +256,163 @@ def build_plan(
         targets, sources: forests of one dimension, precision and device; may be the same object.
         theta: opening angle; 0 makes everything exact.
         expand_far_targets: evaluate far pairs at every target of the node instead of once at its mean point.
+        target_size_weight: of D_T in the opening rule, see :func:`traverse`.
     """
-    device = targets.points.device
-    nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    source_sizes = [high - low for low, high in zip(sources.point_offsets, sources.point_offsets[1:], strict=False)]
+    parts = [targets.n_trees]
+    return build_plans(targets, parts, sources, theta, expand_far_targets, target_size_weight)[0]
+
+
+@torch.no_grad()
+def build_plans(
+    targets: ClusterForest,
+    parts: Sequence[int],
+    sources: ClusterForest,
+    theta: float,
+    expand_far_targets: bool = False,
+    target_size_weight: float = 1.0,
+) -> list[InteractionPlan]:
+    """One traversal for several target forests that stand side by side in one: a plan for each.
+
+    Args:
+        targets: all target trees.
+        parts: number of trees of each target forest; they sum to ``targets.n_trees``.
+        sources, theta, expand_far_targets, target_size_weight: see :func:`build_plan`.
+
+    Data-dependent operations: one a level of the traversal and at most four.
+    """
+    bounds = [0, *itertools.accumulate(parts)]
     if theta == 0 or not targets.roots or not sources.roots:
-        return InteractionPlan(
-            [AllPairs(targets.n_points, size) for size in source_sizes],
-            targets.n_points,
-            targets.n_nodes,
-            targets.start,
-            targets.end,
-            False,
-            False,
-            nothing,
-            torch.stack([nothing, nothing]),
-        )
-    found = traverse(targets, sources, theta)
-    near = _open_leaf_pairs(targets, sources, found, theta)
+        return [_exact_plan(targets, low, high, sources) for low, high in itertools.pairwise(bounds)]
+    found = traverse(targets, sources, theta, target_size_weight)
+    part_of_tree = np.repeat(np.arange(len(parts)), parts)
+    part_of_node = _per_node(targets, part_of_tree)
+    near = open_leaf_pairs(targets, sources, found, theta, part_of_node)
     far_t, far_s = found.far_targets, found.far_sources
     if expand_far_targets:
-        rows, rank = _expand_nodes(targets, far_t)
-        far_t, far_s = targets.start[far_t][rows] + rank, far_s[rows]
+        rows, rank = expand_nodes(targets, far_t)
+        far_t = targets.start.index_select(0, far_t).index_select(0, rows) + rank
+        far_s = far_s.index_select(0, rows)
     else:
         far_t = far_t + targets.n_points
-    first_group = targets.n_points + (0 if expand_far_targets else targets.n_nodes)
+    # Rows of all parts and trees at first: points, then nodes, then groups.
+    first_group = targets.n_points + targets.n_nodes
     pair_targets = torch.cat([near.nn_targets, near.nf_targets, near.fn_groups + first_group, far_t])
-    # Source rows of all trees at first: points, then nodes.
     pair_sources = torch.cat(
         [near.nn_sources, near.nf_sources + sources.n_points, near.fn_sources, far_s + sources.n_points]
     )
+    part_of_row = torch.cat([_per_point(targets, part_of_tree), part_of_node, part_of_node[near.group_nodes]])
+    return _split(targets, bounds, sources, pair_targets, pair_sources, part_of_row, near, not expand_far_targets)
+
+
+def _exact_plan(targets: ClusterForest, low: int, high: int, sources: ClusterForest) -> InteractionPlan:
+    """All pairs of the target trees [low, high)."""
+    own = _Part(targets, low, high)
+    nothing = targets.start[:0]
+    sizes = [last - first for first, last in itertools.pairwise(sources.point_offsets)]
     return InteractionPlan(
-        _by_source_tree(sources, pair_targets, pair_sources),
-        targets.n_points,
-        targets.n_nodes,
-        targets.start,
-        targets.end,
-        not expand_far_targets,
-        True,
-        near.group_nodes,
-        torch.stack([near.member_groups, near.member_targets]),
+        [AllPairs(own.n_points, size) for size in sizes],
+        own.n_points,
+        own.n_nodes,
+        own.start,
+        own.end,
+        False,
+        False,
+        nothing,
+        torch.stack([nothing, nothing]),
     )
 
 
-def _by_source_tree(
-    sources: ClusterForest, pair_targets: Tensor, pair_sources: Tensor
-) -> list[IndexedPairs | AllPairs]:
-    """Split a list by source tree and number the source rows within each tree's own table."""
+class _Part:
+    """The target trees [low, high) of a forest."""
+
+    def __init__(self, forest: ClusterForest, low: int, high: int) -> None:
+        self.first_point, last_point = forest.point_offsets[low], forest.point_offsets[high]
+        self.first_node, last_node = forest.node_offsets[low], forest.node_offsets[high]
+        self.n_points, self.n_nodes = last_point - self.first_point, last_node - self.first_node
+        nodes = slice(self.first_node, last_node)
+        self.start, self.end = (
+            own - self.first_point if self.first_point else own for own in (forest.start[nodes], forest.end[nodes])
+        )
+
+
+def _per_node(forest: ClusterForest, values: np.ndarray) -> Tensor:
+    """A small value a tree, for each node."""
+    counts = np.diff(forest.node_offsets)
+    return torch.from_numpy(np.repeat(values.astype(np.uint8), counts)).to(forest.points.device, non_blocking=True)
+
+
+def _per_point(forest: ClusterForest, values: np.ndarray) -> Tensor:
+    """A small value a tree, for each point."""
+    counts = np.diff(forest.point_offsets)
+    return torch.from_numpy(np.repeat(values.astype(np.uint8), counts)).to(forest.points.device, non_blocking=True)
+
+
+def _split(
+    targets: ClusterForest,
+    bounds: list[int],
+    sources: ClusterForest,
+    pair_targets: Tensor,
+    pair_sources: Tensor,
+    part_of_row: Tensor,
+    near: LeafPairs,
+    uses_target_nodes: bool,
+) -> list[InteractionPlan]:
+    """Sort all pairs by target part and source tree; number rows within each part's and each tree's own table."""
+    n_parts, n_trees = len(bounds) - 1, sources.n_trees
     device = pair_sources.device
-    kinds, local = [], []
-    for tree in range(sources.n_trees):
-        points = sources.point_offsets[tree + 1] - sources.point_offsets[tree]
-        kinds.append(torch.full((points,), tree, dtype=torch.uint8))
-        local.append(torch.arange(points, dtype=torch.int32))
-    for tree in range(sources.n_trees):
-        points = sources.point_offsets[tree + 1] - sources.point_offsets[tree]
-        nodes = sources.node_offsets[tree + 1] - sources.node_offsets[tree]
-        kinds.append(torch.full((nodes,), tree, dtype=torch.uint8))
-        local.append(torch.arange(points, points + nodes, dtype=torch.int32))
-    local_rows = torch.cat(local).to(device, non_blocking=True)
-    rows = local_rows.index_select(0, pair_sources)
+    own = [_Part(targets, low, high) for low, high in itertools.pairwise(bounds)]
+    trees = np.arange(n_trees)
+    tree_of_row = torch.cat([_per_point(sources, trees), _per_node(sources, trees)])
+    key = part_of_row.index_select(0, pair_targets).mul_(n_trees).add_(tree_of_row.index_select(0, pair_sources))
+    key, order = torch.sort(key, stable=True)
+    part_of_group = part_of_row[targets.n_points + targets.n_nodes :]
+    group_of_member = near.members[0]
+    # All lists stand sorted by part: where each begins and ends, in one read from the device.
+    steps = torch.arange(1, n_parts * n_trees, dtype=key.dtype, device=device)
+    part_steps = torch.arange(1, n_parts, dtype=key.dtype, device=device)
+    cuts = torch.searchsorted(key, steps)
+    group_cuts = torch.searchsorted(part_of_group, part_steps)
+    member_cuts = torch.searchsorted(group_of_member, group_cuts)
+    cut = torch.cat([cuts, group_cuts, member_cuts]).tolist() if len(steps) else []
+    pair_bounds = [0, *cut[: len(steps)], key.shape[0]]
+    group_bounds = [0, *cut[len(steps) : len(steps) + n_parts - 1], part_of_group.shape[0]]
+    member_bounds = [0, *cut[len(steps) + n_parts - 1 :], group_of_member.shape[0]]
+
     # Rows fit 32 bits by far: a tree of 700 million points would be needed to exceed them.
-    pair_targets = pair_targets.to(torch.int32)
-    if sources.n_trees == 1:
-        return [IndexedPairs(pair_targets, rows)]
-    tree_of_pair = torch.cat(kinds).to(device, non_blocking=True).index_select(0, pair_sources)
-    out: list[IndexedPairs | AllPairs] = []
-    for tree in range(sources.n_trees):
-        ids = (tree_of_pair == tree).nonzero().squeeze(1)
-        out.append(IndexedPairs(pair_targets[ids], rows[ids]))
-    return out
+    source_rows = [torch.arange(n, dtype=torch.int32) for n in np.diff(sources.point_offsets)]
+    source_rows += [
+        torch.arange(n, n + m, dtype=torch.int32)
+        for n, m in zip(np.diff(sources.point_offsets), np.diff(sources.node_offsets), strict=True)
+    ]
+    local_sources = torch.cat(source_rows).to(device, non_blocking=True)
+    target_rows = [torch.arange(part.n_points, dtype=torch.int32) for part in own]
+    target_rows += [torch.arange(part.n_points, part.n_points + part.n_nodes, dtype=torch.int32) for part in own]
+    for part, (low, high) in zip(own, itertools.pairwise(group_bounds), strict=True):
+        first = part.n_points + (part.n_nodes if uses_target_nodes else 0)
+        target_rows.append(torch.arange(first, first + high - low, dtype=torch.int32))
+    local_targets = torch.cat(target_rows).to(device, non_blocking=True)
+    pair_targets = local_targets.index_select(0, pair_targets.index_select(0, order))
+    pair_sources = local_sources.index_select(0, pair_sources.index_select(0, order))
 
-
-def _expand_nodes(forest: ClusterForest, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    counts = forest.end[nodes] - forest.start[nodes]
-    return expand_rows(counts, int(counts.sum()))
-
-
-@dataclass
-class _NearPairs:
-    nn_targets: Tensor
-    nn_sources: Tensor
-    nf_targets: Tensor
-    nf_sources: Tensor
-    fn_groups: Tensor
-    fn_sources: Tensor
-    group_nodes: Tensor
-    member_groups: Tensor
-    member_targets: Tensor
-
-
-def _open_leaf_pairs(targets: ClusterForest, sources: ClusterForest, found: NodePairs, theta: float) -> _NearPairs:
-    """Resolve leaf pairs into single targets and sources by the two tests of the plan.
-
-    First every target may take the source leaf as a whole; then sources far from the target leaf are evaluated
-    once for the remaining targets; the rest is exact.
-    """
-    leaf_t, leaf_s = found.leaf_targets, found.leaf_sources
-    none = leaf_t[:0]
-    if targets.leaf_size == 1 and sources.leaf_size == 1:
-        # A leaf pair of two single points that is not far coincides: neither test can pass.
-        return _NearPairs(targets.start[leaf_t], sources.start[leaf_s], *(none,) * 7)
-    dims = targets.points.shape[1]
-
-    rows, rank = _expand_nodes(targets, leaf_t)
-    t = targets.start[leaf_t][rows] + rank
-    box = sources.boxes[leaf_s][rows]
-    point = targets.points[t]
-    takes_leaf = theta**2 * gap_squared(point, point, box[:, :dims], box[:, dims:-1]) > box[:, -1]
-    taken = takes_leaf.nonzero().squeeze(1)
-    left = (~takes_leaf).nonzero().squeeze(1)
-    left_pair, left_t = rows[left], t[left]
-    n_left = torch.zeros_like(leaf_t).index_add_(0, left_pair, torch.ones_like(left_pair))
-
-    s_rows, s_rank = _expand_nodes(sources, leaf_s)
-    s = sources.start[leaf_s][s_rows] + s_rank
-    t_box = targets.boxes[leaf_t][s_rows]
-    source_point = sources.points[s]
-    is_far = theta**2 * gap_squared(source_point, source_point, t_box[:, :dims], t_box[:, dims:-1])
-    is_far = is_far > t_box[:, -1]
-    served = n_left[s_rows] > 0
-    fn = (is_far & served).nonzero().squeeze(1)
-    near = (~is_far & served).nonzero().squeeze(1)
-
-    # Each near source meets each remaining target of its leaf pair; left_t stands sorted by leaf pair.
-    near_pair = s_rows[near]
-    counts = n_left[near_pair]
-    nn_rows, nn_rank = expand_rows(counts, int(counts.sum()))
-    first_left = n_left.cumsum(0) - n_left
-    nn_targets = left_t[first_left[near_pair][nn_rows] + nn_rank]
-
-    has_fn = torch.zeros_like(leaf_t).index_fill_(0, s_rows[fn], 1)
-    group_of_pair = has_fn.cumsum(0) - 1
-    grouped = has_fn.nonzero().squeeze(1)
-    in_group = has_fn[left_pair].nonzero().squeeze(1)
-    return _NearPairs(
-        nn_targets=nn_targets,
-        nn_sources=s[near][nn_rows],
-        nf_targets=t[taken],
-        nf_sources=leaf_s[rows[taken]],
-        fn_groups=group_of_pair[s_rows[fn]],
-        fn_sources=s[fn],
-        group_nodes=leaf_t[grouped],
-        member_groups=group_of_pair[left_pair[in_group]],
-        member_targets=left_t[in_group],
-    )
+    plans = []
+    for i, part in enumerate(own):
+        groups, members = slice(*group_bounds[i : i + 2]), slice(*member_bounds[i : i + 2])
+        offsets = near.members.new_tensor([[groups.start], [part.first_point]])
+        pairs: list[IndexedPairs | AllPairs] = []
+        for tree in range(n_trees):
+            those = slice(*pair_bounds[i * n_trees + tree : i * n_trees + tree + 2])
+            pairs.append(IndexedPairs(pair_targets[those], pair_sources[those]))
+        plans.append(
+            InteractionPlan(
+                pairs,
+                part.n_points,
+                part.n_nodes,
+                part.start,
+                part.end,
+                uses_target_nodes,
+                True,
+                near.group_nodes[groups] - part.first_node,
+                near.members[:, members] - offsets,
+            )
+        )
+    return plans

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,8 @@ class NodePairs:
     """Result of a traversal: every (target point, source point) lies in exactly one far pair or leaf pair.
 
     Attributes:
-        far_targets, far_sources: node indices of the far pairs, int64.
-        leaf_targets, leaf_sources: node indices of the leaf pairs, int64.
+        far_targets, far_sources: node indices of the far pairs, int32.
+        leaf_targets, leaf_sources: node indices of the leaf pairs, int32.
     """
 
     far_targets: Int[Tensor, " far"]
@@ -26,14 +27,21 @@ class NodePairs:
     leaf_sources: Int[Tensor, " leaf"]
 
 
-def gap_squared(
-    low_a: Float[Tensor, "n dims"],
-    high_a: Float[Tensor, "n dims"],
-    low_b: Float[Tensor, "n dims"],
-    high_b: Float[Tensor, "n dims"],
-) -> Float[Tensor, " n"]:
-    """Squared distance between boxes, 0 where they touch or overlap; a point is a box of its own."""
-    return torch.maximum(low_a - high_b, low_b - high_a).clamp_min_(0).square_().sum(dim=1)
+Rows = Sequence[Tensor] | Tensor
+
+
+def gap_squared(low_a: Rows, high_a: Rows, low_b: Rows, high_b: Rows) -> Float[Tensor, " n"]:
+    """Squared distance between boxes, 0 where they touch or overlap; a point is a box of its own.
+
+    Args:
+        low_a, high_a, low_b, high_b: corners, one row (n,) a dimension.
+    """
+    total: Tensor | None = None
+    for la, ha, lb, hb in zip(low_a, high_a, low_b, high_b, strict=True):
+        gap = torch.maximum(la - hb, lb - ha).clamp_min_(0).square_()
+        total = gap if total is None else total.add_(gap)
+    assert total is not None
+    return total
 
 
 def expand_rows(counts: Int[Tensor, " rows"], total: int) -> tuple[Int[Tensor, " total"], Int[Tensor, " total"]]:
@@ -43,39 +51,79 @@ def expand_rows(counts: Int[Tensor, " rows"], total: int) -> tuple[Int[Tensor, "
     return rows, torch.arange(total, device=counts.device) - first.index_select(0, rows)
 
 
+def sizes_of(*masks: Tensor) -> list[int]:
+    """How many entries of each mask hold, in one read from the device."""
+    return torch.stack([torch.count_nonzero(mask) for mask in masks]).tolist()
+
+
+def where(mask: Tensor, size: int) -> Int[Tensor, " size"]:
+    """Indices of the ``size`` entries that hold; no device sync."""
+    return torch.nonzero_static(mask, size=size).squeeze(1)
+
+
 @torch.no_grad()
-def traverse(targets: ClusterForest, sources: ClusterForest, theta: float) -> NodePairs:
+def traverse(
+    targets: ClusterForest, sources: ClusterForest, theta: float, target_size_weight: float = 1.0
+) -> NodePairs:
     """Walk all (target tree, source tree) pairs at once, level by level, from their roots.
 
-    A pair is far when theta^2 gap^2 > (D_T + D_S)^2; otherwise two leaves are a leaf pair; otherwise the larger node
-    that is not a leaf splits, both when equal.
+    With a = ``target_size_weight``, a pair is far when theta^2 gap^2 > (a D_T + D_S)^2; otherwise two leaves are a
+    leaf pair; otherwise the node with the larger of a D_T and D_S that is not a leaf splits, both when equal.
 
-    Data-dependent operations: one a level (the size of the next frontier) and two at the end.
+    Data-dependent operations: one a level.
     """
     device = targets.points.device
     dims = targets.points.shape[1]
-    t, s = torch.cartesian_prod(torch.tensor(targets.roots), torch.tensor(sources.roots)).to(device).unbind(1)
-    visited: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    while True:
-        box_t, box_s = targets.boxes.index_select(0, t), sources.boxes.index_select(0, s)
-        child_t, child_s = targets.first_child.index_select(0, t), sources.first_child.index_select(0, s)
-        size2_t, size2_s = box_t[:, -1], box_s[:, -1]
-        gap2 = gap_squared(box_t[:, :dims], box_t[:, dims:-1], box_s[:, :dims], box_s[:, dims:-1])
-        far = theta**2 * gap2 > (size2_t.sqrt() + size2_s.sqrt()).square()
-        # Squares are compared: a square root may make two sizes equal that are not.
+    weight = target_size_weight
+    children_t, children_s = targets.first_child.int(), sources.first_child.int()
+    roots = torch.cartesian_prod(torch.tensor(targets.roots), torch.tensor(sources.roots)).reshape(-1, 2)
+    t, s = roots.to(device, torch.int32).unbind(1)
+    found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = [(t[:0], s[:0], t[:0], s[:0])]
+    while t.shape[0]:
+        # Row by row: contiguous, and several times as fast as gathering along the second dimension.
+        box_t = [row.index_select(0, t) for row in targets.boxes]
+        box_s = [row.index_select(0, s) for row in sources.boxes]
+        size2_t, size_t = box_t[2 * dims :]
+        size2_s, size_s = box_s[2 * dims :]
+        gap2 = gap_squared(box_t[:dims], box_t[dims : 2 * dims], box_s[:dims], box_s[dims : 2 * dims])
+        near = gap2.mul_(theta**2) <= size_t.mul_(weight).add_(size_s).square_()
+        child_t, child_s = children_t.index_select(0, t), children_s.index_select(0, s)
         inner_t, inner_s = child_t >= 0, child_s >= 0
-        split_t = ~far & inner_t & (~inner_s | (size2_t >= size2_s))
-        split_s = ~far & inner_s & (~inner_t | (size2_s >= size2_t))
-        visited.append((t, s, far, ~(far | split_t | split_s)))
-        counts = torch.where(split_t | split_s, (1 + split_t.long()) * (1 + split_s.long()), 0)
-        total = int(counts.sum())
-        if total == 0:
-            break
-        rows, rank = expand_rows(counts, total)
-        of_t, of_s = split_t.index_select(0, rows), split_s.index_select(0, rows)
-        which_s = torch.where(of_t, rank // 2, rank)
-        t = torch.where(of_t, child_t.index_select(0, rows) + rank % 2, t.index_select(0, rows))
-        s = torch.where(of_s, child_s.index_select(0, rows) + which_s, s.index_select(0, rows))
-    t, s, far, leaf = (torch.cat(parts) for parts in zip(*visited, strict=True))
-    far_ids, leaf_ids = far.nonzero().squeeze(1), leaf.nonzero().squeeze(1)
-    return NodePairs(t[far_ids], s[far_ids], t[leaf_ids], s[leaf_ids])
+        # Squares are compared: a square root may make two sizes equal that are not.
+        size2_t.mul_(weight**2)
+        split_t = near & inner_t & (~inner_s | (size2_t >= size2_s))
+        split_s = near & inner_s & (~inner_t | (size2_s >= size2_t))
+        both, far, leaf = split_t & split_s, ~near, near & ~(inner_t | inner_s)
+        only_t, only_s = split_t ^ both, split_s ^ both
+        n_far, n_leaf, n_both, n_t, n_s = sizes_of(far, leaf, both, only_t, only_s)
+        far_ids, leaf_ids = where(far, n_far), where(leaf, n_leaf)
+        found.append(
+            (
+                t.index_select(0, far_ids),
+                s.index_select(0, far_ids),
+                t.index_select(0, leaf_ids),
+                s.index_select(0, leaf_ids),
+            )
+        )
+        ids_both, ids_t, ids_s = where(both, n_both), where(only_t, n_t), where(only_s, n_s)
+        next_t = (
+            _repeated(child_t, ids_both, (0, 0, 1, 1)),
+            _repeated(child_t, ids_t, (0, 1)),
+            _repeated(t, ids_s, (0, 0)),
+        )
+        next_s = (
+            _repeated(child_s, ids_both, (0, 1, 0, 1)),
+            _repeated(s, ids_t, (0, 0)),
+            _repeated(child_s, ids_s, (0, 1)),
+        )
+        t, s = torch.cat(next_t), torch.cat(next_s)
+    return NodePairs(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+
+def _repeated(nodes: Tensor, ids: Tensor, steps: tuple[int, ...]) -> Tensor:
+    """For each of the chosen nodes the node plus every step, side by side."""
+    chosen = nodes.index_select(0, ids)
+    out = chosen.new_empty(ids.shape[0], len(steps))
+    for column, step in enumerate(steps):
+        torch.add(chosen, step, out=out[:, column])
+    return out.reshape(-1)

@@ -49,6 +49,7 @@ NETWORK_ARGUMENTS = (
     "hidden_layer_sizes",
     "n_spherical_harmonics",
     "theta",
+    "target_size_weight",
     "leaf_size",
     "network_type",
     "self_regularization_beta",
@@ -89,6 +90,7 @@ class GlobeLightningModule(pl.LightningModule):
         hidden_layer_sizes: widths of the kernels' hidden layers.
         n_spherical_harmonics: degree up to which angles between vectors are expanded.
         theta: opening angle; 0 evaluates every pair.
+        target_size_weight: weight of the target node's size in the opening rule; above 1 smoother and slower.
         leaf_size: most points in a leaf of a tree.
         network_type: "pade" (rational) or "mlp".
         self_regularization_beta: bounds the rational network's outputs by 1/beta; None for no bound.
@@ -114,6 +116,8 @@ class GlobeLightningModule(pl.LightningModule):
         min_lr_factor: floor of the learning rate, as a fraction of ``lr`` (plateau and cosine).
         prediction_chunk_size: prediction points evaluated at once; "auto" as many as there are boundary faces, None
             all of them.
+        pointwise_prediction: validate, test and predict by the pointwise rule: every point decides alone which faces
+            act on it as one, and its prediction depends on no other point. Else by the rule of training.
 
     Raises:
         ValueError: an argument does not fit; the message names it.
@@ -134,6 +138,7 @@ class GlobeLightningModule(pl.LightningModule):
         hidden_layer_sizes: Sequence[int] = (64, 64, 64),
         n_spherical_harmonics: int = 4,
         theta: float = 1.0,
+        target_size_weight: float = 1.0,
         leaf_size: int = 1,
         network_type: Literal["pade", "mlp"] = "pade",
         self_regularization_beta: float | None = None,
@@ -155,6 +160,7 @@ class GlobeLightningModule(pl.LightningModule):
         plateau_threshold: float = 1e-3,
         min_lr_factor: float = 1 / 64,
         prediction_chunk_size: int | Literal["auto"] | None = "auto",
+        pointwise_prediction: bool = True,
     ) -> None:
         values = {name: plain(value) for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
@@ -293,7 +299,11 @@ class GlobeLightningModule(pl.LightningModule):
 
     @torch.no_grad()
     def predict_fields(
-        self, sample: Sample, device: torch.device | str | None = None, progress: bool = False
+        self,
+        sample: Sample,
+        device: torch.device | str | None = None,
+        progress: bool = False,
+        pointwise: bool | None = None,
     ) -> dict[str, Tensor]:
         """The predicted fields at all points of a sample, evaluated chunk by chunk in bounded memory.
 
@@ -301,6 +311,7 @@ class GlobeLightningModule(pl.LightningModule):
             sample: any number of points.
             device: where the fields are gathered; None where the sample is.
             progress: show a bar over the points.
+            pointwise: see ``GLOBE.predict_chunks``; ``pointwise_prediction`` if None.
 
         Returns:
             {flattened field name: values}, scalars (n,) and vectors (n, D).
@@ -315,6 +326,7 @@ class GlobeLightningModule(pl.LightningModule):
             sample.reference_lengths,
             sample.global_data,
             self.hparams["prediction_chunk_size"],
+            self.hparams["pointwise_prediction"] if pointwise is None else pointwise,
         )
         dtype, where = self.network.geometry_dtype, device or like.device
         fields = {

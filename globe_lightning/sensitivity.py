@@ -97,9 +97,9 @@ def sensitivity(
 ) -> Sensitivity:
     """Partial derivatives of a number with respect to the inputs of a sample, trees and plans held fixed.
 
-    The fields are evaluated twice, chunk by chunk as in prediction: once for the number and its derivative with
-    respect to each field, once for the derivative of the fields, recomputing kernels (gradient checkpointing), so that
-    memory is bounded by one chunk of points. Everything is computed in full precision.
+    The fields are evaluated twice, chunk by chunk by the rule of the forward pass: once for the number and its
+    derivative with respect to each field, once for the derivative of the fields, recomputing kernels (gradient
+    checkpointing), so that memory is bounded by one chunk of points. Everything is computed in full precision.
 
     Args:
         model: a ``GlobeLightningModule`` or ``GLOBE``; in float64 for derivatives to many digits.
@@ -210,7 +210,12 @@ class _Evaluation:
         fields = {name: self.points.new_zeros(n, *layout.shape(name)) for name in layout.ranks}
         first = 0
         for chunk in self.network.predict_chunks(
-            self.points.index_select(0, rows), self.meshes, self.lengths, self.conditions, self.chunk_size
+            self.points.index_select(0, rows),
+            self.meshes,
+            self.lengths,
+            self.conditions,
+            self.chunk_size,
+            pointwise=False,  # the rule of the forward pass, which is differentiated below
         ):
             own = rows[first : first + chunk.batch_size[0]]
             first += len(own)

@@ -247,7 +247,7 @@ def test_fault_05_every_evaluation_serves_a_target() -> None:
     case = make_case(3, 150, 50, 200)
     plans = make_model(3, theta=1.0, leaf_size=4).build_plans(case.prediction_points, case.boundary_meshes, None)
     n_groups = 0
-    for plan in (plans.communication, plans.prediction[0].plan):
+    for plan in (plans.communication, plans.prediction.plan):
         members = torch.bincount(plan.members[0], minlength=plan.n_groups)
         assert (members > 0).all()
         n_groups += plan.n_groups

@@ -369,7 +369,6 @@ def test_reused_plans_equal_built_ones(dims: int, theta: float, expand: bool, le
     model = make_model(dims, theta=theta, expand_far_targets=expand, leaf_size=leaf_size)
     case = make_case(dims)
     plans = model.build_plans(*case.arguments()[:2], 12)
-    assert len(plans.prediction) == 3
     expected = fields_of(model, case, prediction_chunk_size=12)
     for _ in range(2):
         assert_same(fields_of(model, case, plans=plans), expected)

@@ -61,7 +61,7 @@ def test_plan_counts(name: str, precision: str) -> None:
     assert len(expected) == len(kinds) ** 2
     for (target, source), found in counts.items():
         assert_counts_agree(found, expected[f"{kinds[target]}<-{kinds[source]}"])
-    plan = plans.prediction[0].plan
+    plan = plans.prediction.plan
     counts = count_pairs(plan, (0, plan.n_points), (0, plan.n_nodes), forest.point_offsets)
     for (_, source), found in counts.items():
         assert_counts_agree(found, case.expected["plan_counts"]["pred"][kinds[source]])

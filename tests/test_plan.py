@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from globe_lightning.tree.cluster_tree import ClusterForest, build_forest
-from globe_lightning.tree.plan import AllPairs, IndexedPairs, InteractionPlan, build_plan
-from globe_lightning.tree.traversal import traverse
+from globe_lightning.tree.plan import AllPairs, IndexedPairs, InteractionPlan, build_plan, build_plans
+from globe_lightning.tree.pointwise import build_pointwise_plan
+from globe_lightning.tree.traversal import gap_squared, traverse
 
 SETTINGS = [(leaf, expand, theta) for leaf in (1, 3, 4) for expand in (False, True) for theta in (0.3, 1.0, 2.0)]
 
@@ -197,6 +198,77 @@ def test_groups_serve_the_targets_that_are_left(dims: int = 3) -> None:
     assert (forest.first_child[plan.group_nodes] < 0).all()
     used = torch.cat([pairs.targets for pairs in plan.pairs])
     assert torch.equal(used[used >= plan.first_group].unique(), plan.first_group + torch.arange(plan.n_groups))
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("leaf_size", [1, 4])
+@pytest.mark.parametrize("theta", [0.0, 0.3, 1.0])
+def test_pointwise_plans_cover_once_and_only_what_is_far(dims: int, leaf_size: int, theta: float) -> None:
+    points = random_points(21, dims, 9) * 2
+    for name, sets in point_sets(dims).items():
+        sources = build_forest(sets, leaf_size)
+        plan = build_pointwise_plan(points, sources, theta)
+        targets = build_forest([points], 1)
+        targets.order, targets.points = torch.arange(21), points  # the plan's own order
+        assert (coverage(targets, sources, plan) == 1).all(), name
+        assert plan.n_rows == 21
+    (pairs,) = build_pointwise_plan(points, build_forest([random_points(45, dims, 4)], leaf_size), 1.0).pairs
+    sources = build_forest([random_points(45, dims, 4)], leaf_size)
+    nodes = pairs.sources >= 45
+    assert nodes.any()
+    assert not nodes.all() or leaf_size == 1, "single points have no size, so that all others are far"
+    for t, s in zip(pairs.targets[nodes].tolist(), (pairs.sources[nodes] - 45).tolist(), strict=True):
+        low, high, size = box(sources.points[sources.start[s] : sources.end[s]])
+        gap = torch.maximum(low - points[t], points[t] - high).clamp_min(0).square().sum()
+        assert gap > size
+
+
+@pytest.mark.parametrize("leaf_size", [1, 4])
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("theta", [0.0, 1.0])
+def test_one_traversal_for_several_plans(leaf_size: int, expand: bool, theta: float) -> None:
+    """The same pairs as from a traversal each, in each part's own numbers."""
+    faces = [random_points(40, 3), random_points(0, 3), random_points(11, 3, 2) + 0.5]
+    points = [random_points(30, 3, 3), random_points(17, 3, 4)]
+    both, sources = build_forest([*faces, *points], leaf_size), build_forest(faces, leaf_size)
+    found = build_plans(both, [3, 2], both.leading(3), theta, expand)
+    expected = [build_plan(own, sources, theta, expand) for own in (sources, build_forest(points, leaf_size))]
+    for plan, single in zip(found, expected, strict=True):
+        assert (plan.n_points, plan.n_rows, plan.n_groups) == (single.n_points, single.n_rows, single.n_groups)
+        assert (plan.n_nodes, plan.uses_target_nodes) == (single.n_nodes, single.uses_target_nodes)
+        assert torch.equal(plan.node_start, single.node_start) and torch.equal(plan.node_end, single.node_end)
+        for pairs, own in zip(plan.pairs, single.pairs, strict=True):
+            assert len(pairs) == len(own)
+            if theta:
+                # Groups may be numbered in another order: compare what each serves.
+                assert sorted(served(plan, pairs)) == sorted(served(single, own))
+
+
+def served(plan: InteractionPlan, pairs: IndexedPairs) -> list[tuple[object, ...]]:
+    members = {group: [] for group in range(plan.n_groups)}
+    for group, point in plan.members.t().tolist():
+        members[group].append(point)
+    out = []
+    for t, s in zip(pairs.targets.tolist(), pairs.sources.tolist(), strict=True):
+        group = t - plan.first_group
+        out.append((-1, s, int(plan.group_nodes[group]), *members[group]) if group >= 0 else (t, s))
+    return out
+
+
+@pytest.mark.parametrize("weight", [2.0, 8.0])
+def test_a_weight_of_the_target_size_opens_more(weight: float) -> None:
+    forest = build_forest([random_points(200, 3)], 1)
+    plan = build_plan(forest, forest, 1.0, target_size_weight=weight)
+    assert (coverage(forest, forest, plan) == 1).all()
+    assert plan.n_evaluations > build_plan(forest, forest, 1.0).n_evaluations
+    (pairs,) = plan.pairs
+    nodes = pairs.targets >= plan.n_points
+    t, s = (rows[nodes].long() - plan.n_points for rows in (pairs.targets, pairs.sources))
+    low_t, high_t, low_s, high_s = (
+        rows.index_select(1, of) for of in (t, s) for rows in (forest.boxes[:3], forest.boxes[3:6])
+    )
+    size_t, size_s = forest.boxes[-1, t], forest.boxes[-1, s]
+    assert (weight * size_t + size_s < gap_squared(low_t, high_t, low_s, high_s).sqrt()).all()
 
 
 def test_empty_trees_and_empty_targets() -> None:

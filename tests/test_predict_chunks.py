@@ -13,8 +13,9 @@ from test_module import module
 from globe_lightning.fields import flatten_data
 
 
-def chunked(model, case, size):
-    parts = [flatten_data(part) for part in model.predict_chunks(*case.arguments(), prediction_chunk_size=size)]
+def chunked(model, case, size, pointwise=True):
+    chunks = model.predict_chunks(*case.arguments(), prediction_chunk_size=size, pointwise=pointwise)
+    parts = [flatten_data(part) for part in chunks]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, parts
 
 
@@ -32,8 +33,34 @@ def test_exact_predictions_do_not_depend_on_chunks(dims, size):
 @pytest.mark.parametrize("expand", [False, True])
 def test_with_a_tree_they_equal_the_forward_pass_in_the_same_chunks(expand):
     model, case = make_model(3, theta=1.0, expand_far_targets=expand), make_case(3, 60, 20, 101)
-    found, _ = chunked(model, case, 16)
+    found, _ = chunked(model, case, 16, pointwise=False)
     assert relative_error(found, fields_of(model, case, prediction_chunk_size=16)) < 1e-12
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("leaf_size", [1, 4])
+def test_pointwise_predictions_depend_on_their_own_point_only(dims, leaf_size):
+    model, case = make_model(dims, theta=1.0, leaf_size=leaf_size), make_case(dims, 60, 20, 101)
+    everything, _ = chunked(model, case, None)
+    shuffle = torch.randperm(101, generator=torch.Generator().manual_seed(0))
+    for size in (1, 7, 16, 100, "auto"):
+        assert relative_error(chunked(model, case, size)[0], everything) < 1e-12
+    case.prediction_points = case.prediction_points[shuffle[:40]]
+    some, _ = chunked(model, case, 11)
+    assert relative_error(some, {name: value[shuffle[:40]] for name, value in everything.items()}) < 1e-12
+    dual, _ = chunked(model, case, 11, pointwise=False)
+    assert relative_error(dual, some) > 1e-6, "else the test says nothing"
+
+
+def test_pointwise_predictions_become_exact_as_theta_falls():
+    case, errors = make_case(3, 60, 20, 101), []
+    exact, _ = chunked(make_model(3, theta=0.0, n_communication_hyperlayers=0), case, None)
+    for theta in (1.0, 0.5, 0.2, 1e-3):
+        # The faces among themselves are exact, so that only the last layer's rule is seen.
+        model = make_model(3, theta=theta, n_communication_hyperlayers=0)
+        errors.append(relative_error(chunked(model, case, 40)[0], exact))
+    assert errors[0] > errors[1] > errors[2] > errors[3]
+    assert errors[3] < 1e-12
 
 
 def test_faces_communicate_once_and_one_plan_lives_at_a_time(monkeypatch):

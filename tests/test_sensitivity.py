@@ -181,7 +181,6 @@ def test_chunks_are_those_of_prediction(theta: float, tiny_arguments: dict[str, 
     for of in ("Cd", weighted):
         found = sensitivity(Module(), sample, of)
         plans = model.build_plans(sample.prediction_points, sample.boundary_meshes, 13)
-        assert len(plans.prediction) == 4
         points = sample.prediction_points.clone().requires_grad_()
         wall = map_mesh(sample.boundary_meshes["wall"], points=sample.boundary_meshes["wall"].points.clone())
         wall.points.requires_grad_()

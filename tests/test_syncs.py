@@ -90,13 +90,25 @@ def test_traversal_at_most_one_a_level(dims: int, leaf_size: int, expand: bool) 
     levels = targets.n_levels + sources.n_levels
     with count_syncs() as found:
         traverse(targets, sources, 1.0)
-    assert len(found) <= levels + 2
+    assert len(found) <= levels
     with count_syncs() as found:
         build_plan(targets, sources, 1.0, expand)
-    assert len(found) <= levels + 2 + sources.n_trees + 10
+    assert len(found) <= levels + 4
     with count_syncs() as found:
         build_plan(targets, sources, 0.0, expand)
     assert found == []
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("leaf_size", [1, 4])
+@pytest.mark.parametrize("expand", [False, True])
+def test_all_plans_of_a_sample_together(dims: int, leaf_size: int, expand: bool) -> None:
+    """Faces and points in several chunks: one traversal, and one read for the checks of the numbers."""
+    model = make_model(dims, theta=1.0, leaf_size=leaf_size, expand_far_targets=expand)
+    case = make_case(dims, 150, 40, 120)
+    with count_syncs() as found:
+        plans = model.build_plans(case.prediction_points, case.boundary_meshes, 50)
+    assert 0 < len(found) <= 2 * plans.forest.n_levels + 5
 
 
 def test_checking_numbers_is_one() -> None:

@@ -24,7 +24,6 @@ from globe_lightning.models.interactions import evaluate_plan
 from globe_lightning.models.kernel import SourceVectors
 from globe_lightning.models.multiscale import MultiscaleKernel, SourceTable, module_key
 from globe_lightning.models.plans import Planner, Plans, PredictionPlan, require_fitting
-from globe_lightning.tree.cluster_tree import ClusterForest
 from globe_lightning.tree.plan import InteractionPlan
 from globe_lightning.tree.prefix_sums import range_means, range_sums
 from globe_lightning.validation import NumberChecks, check_conditions, check_geometry
@@ -67,6 +66,8 @@ class GLOBE(nn.Module):
         hidden_layer_sizes: of every kernel's network.
         n_spherical_harmonics: H, the highest degree of the Legendre polynomials.
         theta: opening angle of the tree; 0 is exact.
+        target_size_weight: weight a of the target node's size in the opening rule (a D_T + D_S) < theta gap; above 1
+            fewer targets share an evaluation: smoother fields, more evaluations.
         leaf_size: largest number of points of a tree's leaf.
         network_type: "pade" or "mlp".
         initial_amplitude: size of a fresh Pade kernel's outputs. Best so that strengths stay near one from layer to
@@ -104,6 +105,7 @@ class GLOBE(nn.Module):
         hidden_layer_sizes: Sequence[int] = (64, 64, 64),
         n_spherical_harmonics: int = 4,
         theta: float = 1.0,
+        target_size_weight: float = 1.0,
         leaf_size: int = 1,
         network_type: str = "pade",
         self_regularization_beta: float | None = None,
@@ -135,6 +137,7 @@ class GLOBE(nn.Module):
         _require(n_spherical_harmonics >= 0, "n_spherical_harmonics", n_spherical_harmonics, ">= 0")
         _require(initial_amplitude > 0, "initial_amplitude", initial_amplitude, "a positive number")
         _require(theta >= 0, "theta", theta, ">= 0")
+        _require(target_size_weight > 0, "target_size_weight", target_size_weight, "a positive number")
         _require(leaf_size >= 1, "leaf_size", leaf_size, ">= 1")
         _require(chunk_bytes is None or chunk_bytes > 0, "chunk_bytes", chunk_bytes, "None or a positive number")
         beta, scale = self_regularization_beta, latent_compression_scale
@@ -145,6 +148,7 @@ class GLOBE(nn.Module):
         self.reference_length_names = list(reference_length_names)
         self.n_communication_hyperlayers = n_communication_hyperlayers
         self.theta, self.leaf_size = float(theta), leaf_size
+        self.target_size_weight = float(target_size_weight)
         self.latent_compression_scale = latent_compression_scale
         self.expand_far_targets = expand_far_targets
         self.use_gradient_checkpointing = use_gradient_checkpointing
@@ -254,24 +258,29 @@ class GLOBE(nn.Module):
         Raises:
             TypeError, ValueError: something of the sample does not fit; see ``validation``.
         """
-        plans, forest = self._plan_faces(prediction_points, boundary_meshes, reference_lengths, global_data)
-        planner = self._planner(prediction_points.device)
-        for first, last in planner.chunks(prediction_points.shape[0], forest.n_points, prediction_chunk_size):
-            plans.prediction.append(planner.plan_points(prediction_points, first, last, forest))
-        return plans
+        meshes = self._checked_meshes(prediction_points, boundary_meshes, reference_lengths, global_data)
+        return self._planner(prediction_points.device).plan_sample(meshes, prediction_points, prediction_chunk_size)
 
     def _planner(self, device: torch.device) -> Planner:
         build = self.tree_build_device or device
-        return Planner(self.theta, self.leaf_size, self.expand_far_targets, build, device, self.geometry_dtype)
+        return Planner(
+            self.theta,
+            self.leaf_size,
+            self.expand_far_targets,
+            self.target_size_weight,
+            build,
+            device,
+            self.geometry_dtype,
+        )
 
-    def _plan_faces(
+    def _checked_meshes(
         self,
         prediction_points: Float[Tensor, "n dims"],
         boundary_meshes: Mapping[str, BoundaryMesh],
         reference_lengths: Mapping[str, Any] | None,
         global_data: Mapping[str, Any] | TensorDictBase | None,
-    ) -> tuple[Plans, ClusterForest]:
-        """Check a sample; plans without those of prediction points, and the forest where trees are built."""
+    ) -> dict[str, BoundaryMesh]:
+        """Check a sample; the meshes that have faces, in the order of the declared types."""
         boundary_meshes = _as_dict(boundary_meshes)
         checks = NumberChecks(self.geometry_dtype)
         check_geometry(checks, prediction_points, boundary_meshes, self.source_layouts, self.n_spatial_dims)
@@ -279,16 +288,13 @@ class GLOBE(nn.Module):
             check_conditions(checks, reference_lengths, self.reference_length_names, global_data, self.global_layout)
         checks.judge()
         kinds = [kind for kind in self.source_layouts if kind in boundary_meshes and boundary_meshes[kind].n_faces]
-        plans, forest = self._planner(prediction_points.device).plan_faces(
-            {kind: boundary_meshes[kind] for kind in kinds}
-        )
-        if forest.n_points == 1 and self.n_communication_hyperlayers:
+        if sum(boundary_meshes[kind].n_faces for kind in kinds) == 1 and self.n_communication_hyperlayers:
             warnings.warn(
                 "boundary_meshes: one face in all; a face does not act on itself, so that the communication "
                 "layers pass on nothing and every prediction is its field's constant offset",
                 stacklevel=3,
             )
-        return plans, forest
+        return {kind: boundary_meshes[kind] for kind in kinds}
 
     def forward(
         self,
@@ -325,15 +331,15 @@ class GLOBE(nn.Module):
         else:
             require_fitting(plans, prediction_points, boundary_meshes)
         device = prediction_points.device
-        use_nodes = any(chunk.plan.uses_source_nodes for chunk in plans.prediction)
+        assert plans.prediction is not None, "checked by require_fitting"
+        use_nodes = plans.prediction.plan.uses_source_nodes
         tables = self._communicate(boundary_meshes, reference_lengths, global_data, plans, device, use_nodes)
-        parts = [self._evaluate_chunk(prediction_points, chunk, tables) for chunk in plans.prediction]
-        if not parts:
+        packed = self._evaluate_chunk(prediction_points, plans.prediction, tables)
+        if not prediction_points.shape[0]:
             # No points: empty fields, of which every parameter still has a gradient.
-            empty = torch.zeros(0, self.output_layout.n_columns, dtype=self.geometry_dtype, device=device)
-            parts = [empty + _nothing(self).to(empty.dtype)]
+            packed = packed + _nothing(self).to(packed.dtype)
         with torch.autocast(device.type, enabled=False):
-            return self._calibrate(torch.cat(parts))
+            return self._calibrate(packed)
 
     @torch.no_grad()
     def predict_chunks(
@@ -343,23 +349,30 @@ class GLOBE(nn.Module):
         reference_lengths: Mapping[str, Any],
         global_data: Mapping[str, Any] | TensorDictBase | None = None,
         prediction_chunk_size: int | Literal["auto"] | None = "auto",
+        pointwise: bool = True,
     ) -> Iterator[TensorDict]:
-        """The fields of :meth:`forward`, chunk after chunk, without gradients and in bounded memory.
+        """The fields at points, chunk after chunk, without gradients and in bounded memory.
 
         The communication layers are evaluated once; the plan of a chunk lives while that chunk is evaluated.
 
-        Args: those of :meth:`forward`.
+        Args:
+            prediction_points, boundary_meshes, reference_lengths, global_data, prediction_chunk_size: those of
+                :meth:`forward`.
+            pointwise: let every point decide alone which faces act on it as one: a prediction then depends on its own
+                point only, whatever the chunks and whoever else is asked. Else the fields are those of
+                :meth:`forward` with the same chunks. No difference at ``theta = 0``.
 
         Yields:
             The fields of the next points, in their order.
         """
         device = prediction_points.device
         boundary_meshes = _as_dict(boundary_meshes)
-        plans, forest = self._plan_faces(prediction_points, boundary_meshes, reference_lengths, global_data)
-        tables = self._communicate(boundary_meshes, reference_lengths, global_data, plans, device, self.theta > 0)
+        meshes = self._checked_meshes(prediction_points, boundary_meshes, reference_lengths, global_data)
         planner = self._planner(device)
+        plans, forest = planner.plan_faces(meshes)
+        tables = self._communicate(boundary_meshes, reference_lengths, global_data, plans, device, self.theta > 0)
         for first, last in planner.chunks(prediction_points.shape[0], forest.n_points, prediction_chunk_size):
-            chunk = planner.plan_points(prediction_points, first, last, forest)
+            chunk = planner.plan_points(prediction_points, first, last, forest, pointwise)
             packed = self._evaluate_chunk(prediction_points, chunk, tables)
             # Left before yielding: the caller's own autocast is in force while it holds the fields.
             with torch.autocast(device.type, enabled=False):

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from globe_lightning.mesh import BoundaryMesh
 from globe_lightning.tree.cluster_tree import ClusterForest, build_forest
-from globe_lightning.tree.plan import InteractionPlan, build_plan
+from globe_lightning.tree.morton import morton_codes
+from globe_lightning.tree.plan import InteractionPlan, build_plan, build_plans
+from globe_lightning.tree.pointwise import build_pointwise_plan
 
 # At theta = 0 the result does not depend on the chunks, so "auto" need not follow the number of faces.
 EXACT_CHUNK = 16384
@@ -20,7 +22,7 @@ EXACT_CHUNK = 16384
 
 @dataclass
 class PredictionPlan:
-    """One chunk of prediction points: its rows, their sorted order and its interactions with the boundary."""
+    """Prediction points [first, last): their sorted order and their interactions with the boundary."""
 
     first: int
     last: int
@@ -36,20 +38,20 @@ class Plans:
         kinds: boundary types that have faces, in the order of the forest's trees.
         forest: trees over the faces of those types.
         communication: interactions of all faces with all faces.
-        prediction: one plan a chunk of prediction points.
+        prediction: interactions of all prediction points with all faces; None if not asked for.
     """
 
     kinds: list[str]
     forest: ClusterForest
     communication: InteractionPlan
-    prediction: list[PredictionPlan]
+    prediction: PredictionPlan | None
 
     @property
     def n_evaluations(self) -> dict[str, int]:
         """Kernel evaluations per branch and layer, {"communication": …, "prediction": …}."""
         return {
             "communication": self.communication.n_evaluations,
-            "prediction": sum(chunk.plan.n_evaluations for chunk in self.prediction),
+            "prediction": self.prediction.plan.n_evaluations if self.prediction else 0,
         }
 
 
@@ -61,6 +63,7 @@ class Planner:
         theta: opening angle.
         leaf_size: largest number of points of a leaf.
         expand_far_targets: evaluate far pairs at every target.
+        target_size_weight: of D_T in the opening rule.
         build_device: where trees and plans are built.
         device: where they are used.
         dtype: precision of the geometry.
@@ -69,31 +72,66 @@ class Planner:
     theta: float
     leaf_size: int
     expand_far_targets: bool
+    target_size_weight: float
     build_device: torch.device
     device: torch.device
     dtype: torch.dtype
 
     @torch.no_grad()
+    def plan_sample(
+        self,
+        boundary_meshes: Mapping[str, BoundaryMesh],
+        points: Float[Tensor, "n dims"],
+        requested: int | Literal["auto"] | None,
+    ) -> Plans:
+        """All plans of a sample, by one traversal: faces with faces, and points with faces, a tree each chunk."""
+        with torch.autocast(self.device.type, enabled=False):
+            faces = self._positions(boundary_meshes)
+            n_faces = sum(len(own) for own in faces)
+            points = points.to(device=self.build_device, dtype=self.dtype)
+            chunks = [points[low:high] for low, high in self.chunks(len(points), n_faces, requested)]
+            both = build_forest([*faces, *chunks], self.leaf_size)
+            forest = both.leading(len(faces))
+            communication, prediction = build_plans(
+                both, [len(faces), len(chunks)], forest, self.theta, self.expand_far_targets, self.target_size_weight
+            )
+            order = both.order[n_faces:] - n_faces
+        own = PredictionPlan(0, len(points), order.to(self.device), prediction.to(self.device))
+        return Plans(list(boundary_meshes), forest.to(self.device), communication.to(self.device), own)
+
+    @torch.no_grad()
     def plan_faces(self, boundary_meshes: Mapping[str, BoundaryMesh]) -> tuple[Plans, ClusterForest]:
         """Plans without those of prediction points, and the forest of all faces where plans are built."""
         with torch.autocast(self.device.type, enabled=False):
-            meshes = boundary_meshes.values()
-            forest = build_forest(
-                [mesh.to(dtype=self.dtype).positions.to(self.build_device) for mesh in meshes], self.leaf_size
-            )
-            plan = build_plan(forest, forest, self.theta, self.expand_far_targets)
-        return Plans(list(boundary_meshes), forest.to(self.device), plan.to(self.device), []), forest
+            forest = build_forest(self._positions(boundary_meshes), self.leaf_size)
+            plan = build_plan(forest, forest, self.theta, self.expand_far_targets, self.target_size_weight)
+        return Plans(list(boundary_meshes), forest.to(self.device), plan.to(self.device), None), forest
 
     @torch.no_grad()
     def plan_points(
-        self, points: Float[Tensor, "n dims"], first: int, last: int, forest: ClusterForest
+        self, points: Float[Tensor, "n dims"], first: int, last: int, forest: ClusterForest, pointwise: bool
     ) -> PredictionPlan:
-        """The plan of the prediction points [first, last) with all faces; ``forest`` on the device of building."""
+        """The plan of the prediction points [first, last) with all faces.
+
+        Args:
+            points: all prediction points.
+            first, last: those of this chunk.
+            forest: of all faces, on the device of building.
+            pointwise: let every point decide alone; else a tree over the chunk's points is traversed.
+        """
         with torch.autocast(self.device.type, enabled=False):
             own = points[first:last].to(device=self.build_device, dtype=self.dtype)
-            tree = build_forest([own], self.leaf_size)
-            plan = build_plan(tree, forest, self.theta, self.expand_far_targets)
-        return PredictionPlan(first, last, tree.order.to(self.device), plan.to(self.device))
+            if pointwise:
+                order = torch.sort(morton_codes(own), stable=True).indices
+                plan = build_pointwise_plan(own.index_select(0, order), forest, self.theta)
+            else:
+                tree = build_forest([own], self.leaf_size)
+                order = tree.order
+                plan = build_plan(tree, forest, self.theta, self.expand_far_targets, self.target_size_weight)
+        return PredictionPlan(first, last, order.to(self.device), plan.to(self.device))
+
+    def _positions(self, boundary_meshes: Mapping[str, BoundaryMesh]) -> list[Tensor]:
+        return [mesh.to(dtype=self.dtype).positions.to(self.build_device) for mesh in boundary_meshes.values()]
 
     def chunks(self, n_points: int, n_faces: int, requested: int | Literal["auto"] | None) -> Iterator[tuple[int, int]]:
         """First and last row (the latter not included) of every chunk of prediction points; all points are in one.
@@ -113,7 +151,7 @@ class Planner:
 
 def require_fitting(plans: Plans, points: Tensor, boundary_meshes: Mapping[str, BoundaryMesh]) -> None:
     """Refuse plans of another number of points or faces; by shapes alone, without a device sync."""
-    planned = plans.prediction[-1].last if plans.prediction else 0
+    planned = plans.prediction.last if plans.prediction else 0
     if planned != points.shape[0]:
         raise ValueError(f"plans: built for {planned} prediction points, found {points.shape[0]}; build new ones")
     sizes = plans.forest.point_offsets

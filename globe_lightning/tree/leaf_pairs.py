@@ -37,12 +37,6 @@ class LeafPairs:
     members: Int[Tensor, "2 members"]
 
 
-def expand_nodes(forest: ClusterForest, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat each node for each of its points: the row in ``nodes`` and the rank of the point. One device sync."""
-    counts = forest.end.index_select(0, nodes) - forest.start.index_select(0, nodes)
-    return expand_rows(counts, int(counts.sum()))
-
-
 def open_leaf_pairs(
     targets: ClusterForest, sources: ClusterForest, found: NodePairs, theta: float, part_of_node: Tensor
 ) -> LeafPairs:

@@ -28,8 +28,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from globe_lightning.tree.cluster_tree import ClusterForest
-from globe_lightning.tree.leaf_pairs import LeafPairs, expand_nodes, open_leaf_pairs
-from globe_lightning.tree.traversal import traverse
+from globe_lightning.tree.leaf_pairs import LeafPairs, open_leaf_pairs
+from globe_lightning.tree.traversal import expand_nodes, traverse
 
 
 @dataclass
@@ -282,7 +282,8 @@ def build_plans(
     """
     bounds = [0, *itertools.accumulate(parts)]
     if theta == 0 or not targets.roots or not sources.roots:
-        return [_exact_plan(targets, low, high, sources) for low, high in itertools.pairwise(bounds)]
+        sizes = np.diff([targets.point_offsets[bound] for bound in bounds]).tolist()
+        return [exact_plan(size, sources) for size in sizes]
     found = traverse(targets, sources, theta, target_size_weight)
     part_of_tree = np.repeat(np.arange(len(parts)), parts)
     part_of_node = _per_node(targets, part_of_tree)
@@ -304,22 +305,12 @@ def build_plans(
     return _split(targets, bounds, sources, pair_targets, pair_sources, part_of_row, near, not expand_far_targets)
 
 
-def _exact_plan(targets: ClusterForest, low: int, high: int, sources: ClusterForest) -> InteractionPlan:
-    """All pairs of the target trees [low, high)."""
-    own = _Part(targets, low, high)
-    nothing = targets.start[:0]
+def exact_plan(n_points: int, sources: ClusterForest) -> InteractionPlan:
+    """Every target point with every source point."""
+    nothing = sources.start[:0]
     sizes = [last - first for first, last in itertools.pairwise(sources.point_offsets)]
-    return InteractionPlan(
-        [AllPairs(own.n_points, size) for size in sizes],
-        own.n_points,
-        own.n_nodes,
-        own.start,
-        own.end,
-        False,
-        False,
-        nothing,
-        torch.stack([nothing, nothing]),
-    )
+    pairs: list[IndexedPairs | AllPairs] = [AllPairs(n_points, size) for size in sizes]
+    return InteractionPlan(pairs, n_points, 0, nothing, nothing, False, False, nothing, torch.stack([nothing, nothing]))
 
 
 class _Part:
@@ -347,6 +338,40 @@ def _per_point(forest: ClusterForest, values: np.ndarray) -> Tensor:
     return torch.from_numpy(np.repeat(values.astype(np.uint8), counts)).to(forest.points.device, non_blocking=True)
 
 
+def _source_rows(sources: ClusterForest) -> tuple[Tensor, Tensor]:
+    """Tree of every source row [points | nodes], and its number in that tree's own table [points | nodes]."""
+    trees, device = np.arange(sources.n_trees), sources.points.device
+    n_points, n_nodes = np.diff(sources.point_offsets), np.diff(sources.node_offsets)
+    local = [np.arange(n) for n in n_points] + [np.arange(n, n + m) for n, m in zip(n_points, n_nodes, strict=True)]
+    # Rows fit 32 bits by far: a tree of 700 million points would be needed to exceed them.
+    rows = torch.from_numpy(np.concatenate(local).astype(np.int32)).to(device, non_blocking=True)
+    return torch.cat([_per_point(sources, trees), _per_node(sources, trees)]), rows
+
+
+def pairs_by_tree(
+    sources: ClusterForest, pair_targets: Int[Tensor, " pairs"], pair_sources: Int[Tensor, " pairs"]
+) -> list[IndexedPairs | AllPairs]:
+    """Split a list of pairs by source tree, keeping its order; sources are rows [points | nodes] of all trees.
+
+    Data-dependent operations: one.
+    """
+    tree_of_row, local_sources = _source_rows(sources)
+    tree, order = torch.sort(tree_of_row.index_select(0, pair_sources), stable=True)
+    pair_targets = pair_targets.index_select(0, order).to(torch.int32)
+    pair_sources = local_sources.index_select(0, pair_sources.index_select(0, order))
+    bounds = _cuts(tree, sources.n_trees).tolist()
+    return [
+        IndexedPairs(pair_targets[low:high], pair_sources[low:high])
+        for low, high in itertools.pairwise([0, *bounds, len(tree)])
+    ]
+
+
+def _cuts(ascending: Tensor, n_values: int) -> Int[Tensor, " cuts"]:
+    """Where the values 1, ..., n_values - 1 begin in an ascending list."""
+    values = torch.arange(1, n_values, dtype=ascending.dtype, device=ascending.device)
+    return torch.searchsorted(ascending, values)
+
+
 def _split(
     targets: ClusterForest,
     bounds: list[int],
@@ -361,47 +386,36 @@ def _split(
     n_parts, n_trees = len(bounds) - 1, sources.n_trees
     device = pair_sources.device
     own = [_Part(targets, low, high) for low, high in itertools.pairwise(bounds)]
-    trees = np.arange(n_trees)
-    tree_of_row = torch.cat([_per_point(sources, trees), _per_node(sources, trees)])
+    tree_of_row, local_sources = _source_rows(sources)
     key = part_of_row.index_select(0, pair_targets).mul_(n_trees).add_(tree_of_row.index_select(0, pair_sources))
     key, order = torch.sort(key, stable=True)
     part_of_group = part_of_row[targets.n_points + targets.n_nodes :]
-    group_of_member = near.members[0]
     # All lists stand sorted by part: where each begins and ends, in one read from the device.
-    steps = torch.arange(1, n_parts * n_trees, dtype=key.dtype, device=device)
-    part_steps = torch.arange(1, n_parts, dtype=key.dtype, device=device)
-    cuts = torch.searchsorted(key, steps)
-    group_cuts = torch.searchsorted(part_of_group, part_steps)
-    member_cuts = torch.searchsorted(group_of_member, group_cuts)
-    cut = torch.cat([cuts, group_cuts, member_cuts]).tolist() if len(steps) else []
-    pair_bounds = [0, *cut[: len(steps)], key.shape[0]]
-    group_bounds = [0, *cut[len(steps) : len(steps) + n_parts - 1], part_of_group.shape[0]]
-    member_bounds = [0, *cut[len(steps) + n_parts - 1 :], group_of_member.shape[0]]
+    group_cuts = _cuts(part_of_group, n_parts)
+    member_cuts = torch.searchsorted(near.members[0], group_cuts)
+    cuts = torch.cat([_cuts(key, n_parts * n_trees), group_cuts, member_cuts]).tolist()
+    n_pair_cuts = n_parts * n_trees - 1
+    pair_bounds = [0, *cuts[:n_pair_cuts], len(key)]
+    group_bounds = [0, *cuts[n_pair_cuts : n_pair_cuts + n_parts - 1], len(part_of_group)]
+    member_bounds = [0, *cuts[n_pair_cuts + n_parts - 1 :], near.members.shape[1]]
 
-    # Rows fit 32 bits by far: a tree of 700 million points would be needed to exceed them.
-    source_rows = [torch.arange(n, dtype=torch.int32) for n in np.diff(sources.point_offsets)]
-    source_rows += [
-        torch.arange(n, n + m, dtype=torch.int32)
-        for n, m in zip(np.diff(sources.point_offsets), np.diff(sources.node_offsets), strict=True)
-    ]
-    local_sources = torch.cat(source_rows).to(device, non_blocking=True)
-    target_rows = [torch.arange(part.n_points, dtype=torch.int32) for part in own]
-    target_rows += [torch.arange(part.n_points, part.n_points + part.n_nodes, dtype=torch.int32) for part in own]
+    rows = [np.arange(part.n_points) for part in own]
+    rows += [np.arange(part.n_points, part.n_points + part.n_nodes) for part in own]
     for part, (low, high) in zip(own, itertools.pairwise(group_bounds), strict=True):
         first = part.n_points + (part.n_nodes if uses_target_nodes else 0)
-        target_rows.append(torch.arange(first, first + high - low, dtype=torch.int32))
-    local_targets = torch.cat(target_rows).to(device, non_blocking=True)
+        rows.append(np.arange(first, first + high - low))
+    local_targets = torch.from_numpy(np.concatenate(rows).astype(np.int32)).to(device, non_blocking=True)
     pair_targets = local_targets.index_select(0, pair_targets.index_select(0, order))
     pair_sources = local_sources.index_select(0, pair_sources.index_select(0, order))
 
     plans = []
     for i, part in enumerate(own):
         groups, members = slice(*group_bounds[i : i + 2]), slice(*member_bounds[i : i + 2])
-        offsets = near.members.new_tensor([[groups.start], [part.first_point]])
         pairs: list[IndexedPairs | AllPairs] = []
         for tree in range(n_trees):
             those = slice(*pair_bounds[i * n_trees + tree : i * n_trees + tree + 2])
             pairs.append(IndexedPairs(pair_targets[those], pair_sources[those]))
+        of_members, points = near.members[:, members]
         plans.append(
             InteractionPlan(
                 pairs,
@@ -412,7 +426,7 @@ def _split(
                 uses_target_nodes,
                 True,
                 near.group_nodes[groups] - part.first_node,
-                near.members[:, members] - offsets,
+                torch.stack([of_members - groups.start, points - part.first_point]),
             )
         )
     return plans

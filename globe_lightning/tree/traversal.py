@@ -51,6 +51,12 @@ def expand_rows(counts: Int[Tensor, " rows"], total: int) -> tuple[Int[Tensor, "
     return rows, torch.arange(total, device=counts.device) - first.index_select(0, rows)
 
 
+def expand_nodes(forest: ClusterForest, nodes: Int[Tensor, " n"]) -> tuple[Tensor, Tensor]:
+    """Repeat each node for each of its points: the row in ``nodes`` and the rank of the point. One device sync."""
+    counts = forest.end.index_select(0, nodes) - forest.start.index_select(0, nodes)
+    return expand_rows(counts, int(counts.sum()))
+
+
 def sizes_of(*masks: Tensor) -> list[int]:
     """How many entries of each mask hold, in one read from the device."""
     return torch.stack([torch.count_nonzero(mask) for mask in masks]).tolist()
@@ -107,21 +113,21 @@ def traverse(
         )
         ids_both, ids_t, ids_s = where(both, n_both), where(only_t, n_t), where(only_s, n_s)
         next_t = (
-            _repeated(child_t, ids_both, (0, 0, 1, 1)),
-            _repeated(child_t, ids_t, (0, 1)),
-            _repeated(t, ids_s, (0, 0)),
+            children_of(child_t, ids_both, (0, 0, 1, 1)),
+            children_of(child_t, ids_t, (0, 1)),
+            children_of(t, ids_s, (0, 0)),
         )
         next_s = (
-            _repeated(child_s, ids_both, (0, 1, 0, 1)),
-            _repeated(s, ids_t, (0, 0)),
-            _repeated(child_s, ids_s, (0, 1)),
+            children_of(child_s, ids_both, (0, 1, 0, 1)),
+            children_of(s, ids_t, (0, 0)),
+            children_of(child_s, ids_s, (0, 1)),
         )
         t, s = torch.cat(next_t), torch.cat(next_s)
     return NodePairs(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
-def _repeated(nodes: Tensor, ids: Tensor, steps: tuple[int, ...]) -> Tensor:
-    """For each of the chosen nodes the node plus every step, side by side."""
+def children_of(nodes: Int[Tensor, " n"], ids: Int[Tensor, " m"], steps: tuple[int, ...]) -> Int[Tensor, " m_steps"]:
+    """For each of the chosen nodes the node plus every step, side by side; steps of 0 repeat it."""
     chosen = nodes.index_select(0, ids)
     out = chosen.new_empty(ids.shape[0], len(steps))
     for column, step in enumerate(steps):

@@ -138,7 +138,8 @@ class _PlanSum(torch.autograd.Function):
     def forward(ctx: Any, work: PlanWork, *tensors: Tensor) -> Tensor:
         ctx.work = work
         ctx.save_for_backward(*tensors)
-        tables = work.tables(tensors)
+        # A compiled function depends on whether its inputs have a gradient.
+        tables = work.tables([tensor.detach() for tensor in tensors])
         like = tensors[0]
 
         def run(jobs: Sequence[Job]) -> tuple[Tensor, list[Any]]:
@@ -157,9 +158,9 @@ class _PlanSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         work: PlanWork = ctx.work
-        tensors = ctx.saved_tensors
-        tables = work.tables(tensors)
         recorded = torch.is_grad_enabled()
+        tensors = ctx.saved_tensors if recorded else [tensor.detach() for tensor in ctx.saved_tensors]
+        tables = work.tables(tensors)
 
         def run(jobs: Sequence[tuple[Job, Values | None]]) -> list[Tensor | None]:
             sums = [

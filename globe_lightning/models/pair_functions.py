@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from globe_lightning.models.pairs import KernelShape, PairGradients, Values, Weights, contributions, gradients
+
+
+MAX_GRAPHS = 64
+"""Every layer and boundary type may have a shape of its own, and every precision a graph."""
+LONG = 4096
 
 
 class PairFunctions(NamedTuple):
@@ -61,8 +67,53 @@ def pair_functions(shape: KernelShape, compiled: bool) -> PairFunctions:
 
     if not compiled:
         return PairFunctions(sums, sums_and_values, of_values, recomputed)
-    # Every layer and boundary type may have a shape of its own, and every precision a graph.
-    config: Any = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, 64)
-    compiler = torch.compile(fullgraph=True, dynamic=True)
-    return PairFunctions(compiler(sums), compiler(sums_and_values), compiler(of_values), compiler(recomputed))
+    return PairFunctions(_Compiled(sums), _Compiled(sums_and_values), _Compiled(of_values), _Compiled(recomputed))
+
+
+class _Compiled:
+    """A function compiled as a whole graph for any number of pairs, by one thread at a time."""
+
+    lock = Lock()
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.plain = function
+        self.function = torch.compile(function, fullgraph=True)
+        self.known: set[Any] = set()
+
+    def __call__(self, *inputs: Any) -> Any:
+        n_pairs = inputs[0].shape[1]
+        if n_pairs < 2:  # a size of one would be compiled for itself
+            return self.plain(*inputs)
+        # The compiler treats long sums in another way than short ones.
+        kinds = _kinds([torch.get_num_threads(), n_pairs > LONG, inputs])
+        if kinds in self.known:
+            return self.function(*inputs)
+        with self.lock, torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
+            _mark_pairs(inputs, n_pairs)
+            out = self.function(*inputs)
+            self.known.add(kinds)
+            return out
+
+
+def _mark_pairs(inputs: Sequence[Any], n_pairs: int) -> None:
+    """Tell the compiler which dimensions number the pairs: those vary, all others are fixed."""
+    rows: list[Tensor] = []
+    columns: list[Tensor] = []
+    for item in inputs:
+        if isinstance(item, Values):
+            rows += [*item.hidden, *item.activated]
+            others = [part for name, part in item._asdict().items() if name not in ("hidden", "activated")]
+            columns += [tensor for part in others for tensor in (part if isinstance(part, list) else [part])]
+        elif isinstance(item, Tensor) and item.ndim > 1:
+            (rows if item.ndim == 3 else columns).append(item)
+    for tensors, dim in ((rows, 1), (columns, -1)):
+        for tensor in tensors:
+            if tensor.shape[dim] == n_pairs:
+                torch._dynamo.mark_dynamic(tensor, dim % tensor.ndim)
+
+
+def _kinds(value: Any) -> Any:
+    """What of some inputs a graph depends on."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.device
+    return tuple(_kinds(item) for item in value) if isinstance(value, (list, tuple)) else value

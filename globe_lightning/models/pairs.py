@@ -152,14 +152,12 @@ def contributions(
     polynomials = legendre(cosines, shape.n_harmonics)
     columns = torch.cat([logs[:, :1], *(logs[:, 1:] * p for p in polynomials)], dim=1).to(hidden.dtype)
 
-    # The gathered rows serve once; a compiler would copy an input that changes.
-    product = torch.baddbmm if torch.compiler.is_compiling() else torch.Tensor.baddbmm_
-    z = [product(hidden, columns.transpose(1, 2), weights.first)]
+    z = [_affine(columns.transpose(1, 2), weights.first, hidden)]
     a = [F.silu(z[0])]
     for matrix, bias in zip(weights.matrices, weights.biases, strict=True):
-        z.append(torch.baddbmm(bias, a[-1], matrix))
+        z.append(_affine(a[-1], matrix, bias))
         a.append(F.silu(z[-1]))
-    raw = torch.baddbmm(weights.last_bias, weights.last, a[-1].transpose(1, 2)).to(r2.dtype)
+    raw = _affine(weights.last, a[-1].transpose(1, 2), weights.last_bias).to(r2.dtype)
     if shape.beta is None:
         y = torch.tanh(raw)
     else:
@@ -293,6 +291,13 @@ def gradients(
         of_features_ = torch.cat([of_u.flatten(0, 1), of_m, of_s, of_g * v.envelope])
     of_weights = Weights(of_first, of_matrices, of_biases, of_last, of_last_bias)
     return PairGradients(of_displacement_, of_features_, of_hidden, of_length, of_weights)
+
+
+def _affine(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
+    """Batched products plus a bias; in place where nothing is recorded or fused."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return torch.bmm(x, y) + bias
+    return torch.bmm(x, y).add_(bias)
 
 
 def _silu_gradient(gradient: Tensor, z: Tensor) -> Tensor:

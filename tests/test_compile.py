@@ -1,0 +1,85 @@
+"""Compiled pair functions: the same numbers, one graph each, for any number of pairs, under the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import Case, fields_of, gradients_of, make_case, make_model, relative_error
+
+from globe_lightning import GLOBE
+from globe_lightning.models.pair_functions import pair_functions
+
+# One boundary type without data and no communication: one kernel shape, so that little is compiled.
+SMALL: dict[str, Any] = {
+    "boundary_source_data_ranks": {"far": {}},
+    "n_communication_hyperlayers": 0,
+    "hidden_layer_sizes": (8,),
+}
+
+
+@pytest.fixture
+def counted() -> Iterator[Any]:
+    """Counters of a compiler that has forgotten everything."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    pair_functions.cache_clear()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    pair_functions.cache_clear()
+
+
+def models(dims: int, **options: Any) -> tuple[GLOBE, GLOBE]:
+    """The same weights, plain and compiled."""
+    return make_model(dims, **options), make_model(dims, **options, compile=True)
+
+
+def small_case(dims: int, n_faces: int, n_points: int) -> Case:
+    case = make_case(dims, 3, n_faces, n_points)
+    del case.boundary_meshes["wall"]
+    return case
+
+
+def assert_same(plain: GLOBE, compiled: GLOBE, case: Case) -> None:
+    assert relative_error(fields_of(compiled, case), fields_of(plain, case)) < 1e-12
+    expected = gradients_of(plain, case)
+    for name, gradient in gradients_of(compiled, case).items():
+        # Gradients that cancel to nothing have rounding of their own.
+        scale = float(expected[name].abs().max()) + 1e-6
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-8, atol=1e-9 * scale, msg=name)
+    with torch.no_grad():
+        assert relative_error(fields_of(compiled, case), fields_of(plain, case)) < 1e-12
+
+
+def test_the_same_results_from_whole_graphs(counted: Any) -> None:
+    plain, compiled = models(2, **SMALL)
+    assert set(compiled.state_dict()) == set(plain.state_dict())
+    assert_same(plain, compiled, small_case(2, 23, 31))
+    assert not counted["graph_break"]
+    graphs = counted["stats"]["unique_graphs"]
+    assert graphs == 2  # contributions, and their gradients
+    for n_faces, n_points in ((17, 5), (1, 2), (2, 61)):
+        assert_same(plain, compiled, small_case(2, n_faces, n_points))
+    assert counted["stats"]["unique_graphs"] == graphs
+
+
+def test_a_gradient_of_a_gradient_is_not_compiled(counted: Any) -> None:
+    found = []
+    for model in models(2, **SMALL):
+        case = small_case(2, 7, 9)
+        case.prediction_points = case.prediction_points.clone().requires_grad_()
+        pressure = fields_of(model, case)["C_p"]
+        (slope,) = torch.autograd.grad(pressure.sum(), case.prediction_points, create_graph=True)
+        (second,) = torch.autograd.grad(slope.square().sum(), case.prediction_points)
+        found.append(second)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dims", "theta", "checkpointing"), [(3, 1.0, True), (2, 0.0, False)])
+def test_the_whole_network(dims: int, theta: float, checkpointing: bool, counted: Any) -> None:
+    plain, compiled = models(dims, theta=theta, use_gradient_checkpointing=checkpointing)
+    assert_same(plain, compiled, make_case(dims))
+    assert not counted["graph_break"]

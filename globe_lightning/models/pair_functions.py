@@ -12,7 +12,6 @@ from torch import Tensor
 
 from globe_lightning.models.pairs import KernelShape, PairGradients, Values, Weights, contributions, gradients
 
-
 MAX_GRAPHS = 64
 """Every layer and boundary type may have a shape of its own, and every precision a graph."""
 LONG = 4096

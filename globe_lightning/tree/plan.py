@@ -151,11 +151,11 @@ class DenseBlock:
 
     def gather_targets(self, table: Float[Tensor, "features targets"]) -> Float[Tensor, "features pairs"]:
         """Each pair's column of the target table."""
-        return table[:, self.t0 : self.t1].unsqueeze(2).expand(-1, *self._sides).flatten(1)
+        return table[:, self.t0 : self.t1].unsqueeze(2).expand(-1, *self._sides).flatten(1).contiguous()
 
     def gather_sources(self, table: Float[Tensor, "features sources"]) -> Float[Tensor, "features pairs"]:
         """Each pair's column of the source table."""
-        return table[:, self.s0 : self.s1].unsqueeze(1).expand(-1, *self._sides).flatten(1)
+        return table[:, self.s0 : self.s1].unsqueeze(1).expand(-1, *self._sides).flatten(1).contiguous()
 
     def gather_rows(
         self, table: Float[Tensor, "branches_sources width"], n_branches: int

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from datamodules.cache import CaseCache, user_cache_dir
-from datamodules.dataset import MeshDataset, MeshSource, Preparation, PreparationError, stable_seed
+from datamodules.dataset import CaseOrder, MeshDataset, MeshSource, Preparation, PreparationError, stable_seed
 from globe_lightning.sample import SampleSchema
 
 SPLITS = ("train", "val", "test", "predict")
@@ -56,15 +56,42 @@ def dataset_root(root: str | None, variable: str, samples: Path, dataset: str, m
 
 
 class EpochDataLoader(DataLoader):
-    """A loader that tells its dataset the trainer's epoch before each pass, ahead of any worker's first fetch."""
+    """A loader that tells its dataset the trainer's epoch before each pass, ahead of any worker's first fetch.
+
+    Its state is how many cases of the epoch all processes have seen together: a training resumed within an epoch, by
+    as many processes or others, goes on with the case after them.
+
+    Attributes:
+        batches_done: batches that the latest pass left out at its start.
+    """
+
+    batches_done = 0
+    _cases_to_skip = 0
 
     def __iter__(self) -> Any:
         if isinstance(self.dataset, MeshDataset):
             self.dataset.follow_trainer()
-            if isinstance(self.sampler, RandomSampler) and self.sampler.generator is not None:
-                # The order of an epoch is the same in a resumed run and for any number of workers.
-                self.sampler.generator.manual_seed(stable_seed(self.dataset.seed, "order", self.dataset.epoch))
+        if isinstance(self.sampler, CaseOrder):
+            cases, self._cases_to_skip = self._cases_to_skip, 0
+            # One is left in any case: an epoch does not end without a batch.
+            done = min(cases // self.sampler.num_replicas, len(self) - 1)
+            trainer = getattr(self.dataset, "trainer", None)
+            if trainer is not None:
+                done -= done % trainer.accumulate_grad_batches
+            self.batches_done = self.sampler.first = done
         return super().__iter__()
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of cases that all processes have seen of the epoch."""
+        trainer = getattr(self.dataset, "trainer", None)
+        if trainer is None or not isinstance(self.sampler, CaseOrder):
+            return {"cases": 0}
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.completed % trainer.num_training_batches
+        return {"cases": batches * self.sampler.num_replicas}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Leave out at the start of the next pass what was seen before the checkpoint."""
+        self._cases_to_skip = state_dict["cases"]
 
 
 ORIENTATIONS = ("outward", "inward", "file")
@@ -298,12 +325,15 @@ class MeshDataModule(LightningDataModule, ABC):
         return EpochDataLoader(
             dataset,
             batch_size=None,
-            # A generator of the sampler's own: the loader's also serves the seeds of its workers.
-            sampler=RandomSampler(dataset, generator=torch.Generator()) if split == "train" else None,
+            sampler=self._train_order(dataset) if split == "train" else None,
             num_workers=workers,
             pin_memory=torch.cuda.is_available() if self.pin_memory is None else self.pin_memory,
             persistent_workers=self.persistent_workers and workers > 0 and split in ("train", "val"),
         )
+
+    def _train_order(self, dataset: MeshDataset) -> CaseOrder:
+        trainer = self.trainer
+        return CaseOrder(dataset) if trainer is None else CaseOrder(dataset, trainer.world_size, trainer.global_rank)
 
     def train_dataloader(self) -> DataLoader:
         """One sample a step, cases shuffled."""

@@ -10,13 +10,13 @@ import json
 import os
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, DistributedSampler
 
 from datamodules.cache import CaseCache, file_fingerprint
 from globe_lightning.sample import Sample
@@ -151,6 +151,37 @@ class MeshDataset(Dataset[Sample]):
         case = self.cases[index]
         draws = Draws(self.seed, self.split, self.epoch, case)
         return self.source.sample(case, index, self.arrays(case), draws)
+
+
+class CaseOrder(DistributedSampler):
+    """The order of the train cases: one permutation an epoch, shared by all processes.
+
+    It depends on (seed, epoch) alone. In step t process r of W takes place t W + r of it, so that W processes see in
+    a step what one process sees in W. Cases that W does not divide wait for another epoch's permutation.
+
+    Args:
+        dataset: the cases.
+        num_replicas: W.
+        rank: r.
+
+    Raises:
+        ValueError: there are fewer cases than processes.
+    """
+
+    def __init__(self, dataset: MeshDataset, num_replicas: int = 1, rank: int = 0) -> None:
+        if len(dataset) < num_replicas:
+            raise ValueError(f"{len(dataset)} train cases for {num_replicas} processes: each needs one at least")
+        super().__init__(dataset, num_replicas, rank, shuffle=True, drop_last=True)
+        self.first = 0
+
+    def __iter__(self) -> Iterator[int]:
+        """This process's cases from place ``first`` on, which is 0 again for the next pass."""
+        dataset: Any = self.dataset
+        generator = torch.Generator().manual_seed(stable_seed(dataset.seed, "order", dataset.epoch))
+        order = torch.randperm(len(dataset), generator=generator)
+        mine = order[self.rank : self.num_samples * self.num_replicas : self.num_replicas].tolist()
+        first, self.first = self.first, 0
+        return iter(mine[first:])
 
 
 class PreparationError(ValueError):

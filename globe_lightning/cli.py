@@ -154,10 +154,6 @@ class GlobeCLI(LightningCLI):
             {
                 "checkpoint.monitor": MONITOR,
                 "checkpoint.mode": MONITOR_MODE,
-                "checkpoint.filename": "best-epoch{epoch:04d}",
-                "checkpoint.auto_insert_metric_name": False,
-                "checkpoint.save_last": True,
-                "checkpoint.enable_version_counter": False,
             }
         )
 

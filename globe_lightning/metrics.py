@@ -273,7 +273,7 @@ def _ranks(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 class RunningMean(Metric):
-    """The mean of scalars, in float64; not finite once one of them is not."""
+    """The mean of scalars, in float64; those that are not finite are left out, and the mean of none is not finite."""
 
     full_state_update = False
     total: Tensor
@@ -286,8 +286,15 @@ class RunningMean(Metric):
 
     def update(self, value: Tensor) -> None:
         """Add one scalar."""
-        self.total = self.total + value.detach().double()
-        self.count = self.count + 1
+        value = value.detach().double()
+        finite = torch.isfinite(value)
+        self.total = self.total + torch.where(finite, value, 0.0)
+        self.count = self.count + finite
+
+    def restore(self, total: Tensor, count: Tensor) -> None:
+        """Go on from sums of before."""
+        self.total, self.count = total, count
+        self._update_count, self._computed = 1, None
 
     def compute(self) -> Tensor:
         """The mean so far."""
@@ -329,11 +336,11 @@ class TargetVariances(Metric):
         self._update_count = max(self._update_count, 1)
 
     def update(self, truth: Mapping[str, Tensor]) -> None:
-        """Add the targets of one case; NaN is left out."""
+        """Add the targets of one case; what is not finite is left out."""
         rows = []
         for name in self._names:
             target = truth[name].reshape(truth[name].shape[0], -1).double()
-            known = ~torch.isnan(target).any(dim=1, keepdim=True)
+            known = torch.isfinite(target).all(dim=1, keepdim=True)
             target = torch.where(known, target, 0.0)
             row = torch.cat([known.sum().double().reshape(1), target.square().sum().reshape(1), target.sum(dim=0)])
             rows.append(torch.nn.functional.pad(row, (0, self.sums.shape[1] - row.shape[0])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from globe_lightning.bad_batches import BadBatchError, all_finite, describe
 from globe_lightning.fields import flatten_data, flatten_ranks
 from globe_lightning.forces import can_integrate, force_coefficients, point_areas
 from globe_lightning.losses import complete_scales, field_losses
@@ -63,11 +65,13 @@ NETWORK_ARGUMENTS = (
 )
 """The constructor arguments that are GLOBE's own."""
 
-SCHEMA_KEY = "sample_schema"
-"""Where a checkpoint keeps the schema of the samples that its model fits."""
+SCHEMA_KEY, PROGRESS_KEY = "sample_schema", "training_progress"
+"""Where a checkpoint keeps the schema of the samples that its model fits, and sums that training has gathered."""
 
 GEOMETRY_KEY = "geometry_arguments"
 """Where a checkpoint keeps how its training's data module prepared a case's geometry: {argument: plain value}."""
+
+_log = logging.getLogger(__name__)
 
 
 class GlobeLightningModule(pl.LightningModule):
@@ -118,6 +122,8 @@ class GlobeLightningModule(pl.LightningModule):
             all of them.
         pointwise_prediction: validate, test and predict by the pointwise rule: every point decides alone which faces
             act on it as one, and its prediction depends on no other point. Else by the rule of training.
+        max_bad_batches: optimizer steps left out for a loss or gradient that is not finite, over the whole training,
+            before it stops with an error.
 
     Raises:
         ValueError: an argument does not fit; the message names it.
@@ -161,6 +167,7 @@ class GlobeLightningModule(pl.LightningModule):
         min_lr_factor: float = 1 / 64,
         prediction_chunk_size: int | Literal["auto"] | None = "auto",
         pointwise_prediction: bool = True,
+        max_bad_batches: int = 10,
     ) -> None:
         values = {name: plain(value) for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
@@ -170,6 +177,8 @@ class GlobeLightningModule(pl.LightningModule):
             raise ValueError(f"tree_build_device: expected cpu, cuda or null, found {tree_build_device!r}")
         if prediction_chunk_size not in ("auto", None) and int(prediction_chunk_size) < 1:
             raise ValueError(f"prediction_chunk_size: expected auto, null or 1 or more, found {prediction_chunk_size}")
+        if max_bad_batches < 0:
+            raise ValueError(f"max_bad_batches: expected 0 or more, found {max_bad_batches}")
         self.schema = SampleSchema(**{name: values[name] for name in SCHEMA_ARGUMENTS if values[name] is not None})
         self.field_ranks = flatten_ranks(output_field_ranks, "output_field_ranks")
         self.network = GLOBE(**{name: values[name] for name in NETWORK_ARGUMENTS})
@@ -177,7 +186,9 @@ class GlobeLightningModule(pl.LightningModule):
         self.geometry_arguments: dict[str, Any] = {}  # how the training's data module prepares a geometry
         self.latest_prediction: dict[str, Tensor] | None = None
         self.latest_mesh: tuple[str, Any] | None = None  # of the callbacks that write a predicted case
-        self._step_report: tuple[str, Tensor] | None = None
+        self.skipped_steps = 0
+        self._since_step: list[tuple[Sample, Tensor]] = []  # the cases of the next optimizer step, with their losses
+        self._restored_sums: Tensor | None = None
         self.configure_losses()
         self.configure_metrics()
 
@@ -219,12 +230,7 @@ class GlobeLightningModule(pl.LightningModule):
             plateau = PlateauSchedule(
                 optimizer, h["plateau_factor"], h["plateau_patience_steps"], h["min_lr_factor"], h["plateau_threshold"]
             )
-            schedule: dict[str, Any] = {
-                "scheduler": plateau,
-                "interval": "epoch",
-                "monitor": "train/loss_epoch",
-                "reduce_on_plateau": True,
-            }
+            schedule: dict[str, Any] = {"scheduler": plateau, "interval": "epoch"}
         else:
             total = None
             if h["schedule"] == "cosine":
@@ -241,8 +247,9 @@ class GlobeLightningModule(pl.LightningModule):
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Step a schedule by the number of optimizer steps done; a plateau's also by the epoch's mean train loss."""
         if isinstance(scheduler, PlateauSchedule):
-            assert metric is not None, "the plateau schedule is stepped at the end of an epoch, with its train loss"
-            scheduler.step(metric, self.trainer.global_step)
+            # Lightning's own monitor is of no use: it does not step such a schedule in the epoch of a resumption.
+            mean: Any = self.train_means[0]
+            scheduler.step(mean.compute(), self.trainer.global_step)
         else:
             scheduler.step(self.trainer.global_step)
 
@@ -362,7 +369,7 @@ class GlobeLightningModule(pl.LightningModule):
             full = f"train/loss/{name}" if name else "train/loss"
             self.log(full, mean, on_step=True, on_epoch=True, prog_bar=True, batch_size=1)
         self.log("train/lr", self.optimizers().param_groups[0]["lr"], batch_size=1)  # type: ignore[union-attr]
-        self._step_report = (sample.case, total.detach())
+        self._since_step.append((sample, total.detach()))
         return total
 
     def _losses(self, sample: Sample, prediction: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -371,13 +378,43 @@ class GlobeLightningModule(pl.LightningModule):
         except ValueError as error:
             raise ValueError(f"case {sample.case!r}: {error}") from error
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Leave the step out, in all processes, if a loss or the gradient of one is not finite."""
+        parameters = list(self.network.parameters())
+        good = all_finite([*(p.grad for p in parameters), *(loss for _, loss in self._since_step)])
+        if not self.trainer.strategy.reduce_boolean_decision(bool(good)):
+            for parameter in parameters:
+                parameter.grad = None  # without a gradient an optimizer leaves parameter and state alone
+            self.skipped_steps += 1
+            for sample, _ in self._since_step:
+                fault = self._fault_of(sample)
+                if fault is not None:
+                    _log.warning("step %d is left out: %s", self.trainer.global_step, fault)
+        self._since_step = []
+
+    def _fault_of(self, sample: Sample) -> str | None:
+        """What is not finite of a case; evaluated anew, so that good steps pay nothing for it."""
+        truth, parameters = flatten_data(sample.targets), dict(self.network.named_parameters())
+        with torch.enable_grad(), self.trainer.precision_plugin.train_step_context():
+            prediction = flatten_data(self(sample))
+            losses = self._losses(sample, prediction, truth)
+            total = torch.stack(list(losses.values())).sum()
+        gradients = torch.autograd.grad(total, list(parameters.values()), materialize_grads=True)
+        return describe(sample.case, losses, prediction, truth, dict(zip(parameters, gradients, strict=True)))
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stop when the loss is no longer a number; read here, where the progress bar reads it too."""
-        if self._step_report is not None and not bool(torch.isfinite(self._step_report[1])):
-            raise RuntimeError(
-                f"the train loss is {float(self._step_report[1])} at step {self.trainer.global_step} (case "
-                f"{self._step_report[0]!r}): training has diverged; lower model.lr, or clip gradients "
-                "(trainer.gradient_clip_val=1), and go on from the last checkpoint"
+        """Log how many steps were left out, and stop when they are too many.
+
+        Raises:
+            BadBatchError: more than ``max_bad_batches``.
+        """
+        self.log("train/skipped", float(self.skipped_steps), batch_size=1)
+        if self.skipped_steps > self.hparams["max_bad_batches"]:
+            raise BadBatchError(
+                f"{self.skipped_steps} steps were left out up to step {self.trainer.global_step}, because a loss or "
+                f"gradient was not finite (max_bad_batches is {self.hparams['max_bad_batches']}); the log names the "
+                "cases. If they are always the same, mend their data; else lower model.lr, or clip gradients "
+                "(trainer.gradient_clip_val=1), and go on from the last checkpoint with a larger model.max_bad_batches"
             )
 
     # Validation, test, prediction
@@ -461,6 +498,14 @@ class GlobeLightningModule(pl.LightningModule):
         """Store the schema and how a geometry is prepared, as plain values."""
         checkpoint[SCHEMA_KEY] = self.schema.arguments()
         checkpoint[GEOMETRY_KEY] = self.geometry_arguments
+        """Store the schema, as plain values, and what all processes have gathered in this epoch's training."""
+        checkpoint[SCHEMA_KEY] = self.schema.arguments()
+        sums: Any = self.target_variances.sums
+        if self._trainer is not None:
+            gathered = self.all_gather(self._sums()).reshape(-1, self._sums().numel())
+            checkpoint[PROGRESS_KEY] = {"sums": gathered.cpu(), "skipped_steps": self.skipped_steps}
+            sums = gathered.sum(dim=0)[-sums.numel() :].reshape(sums.shape).cpu()
+        checkpoint["state_dict"]["target_variances.sums"] = sums
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of a model of other data; take over how a geometry is prepared.
@@ -474,6 +519,28 @@ class GlobeLightningModule(pl.LightningModule):
             self._refuse_differences(
                 stored, "the checkpoint was trained on other data ('the data' below) than declared"
             )
+        progress = checkpoint.get(PROGRESS_KEY)
+        if progress is not None:
+            self._restored_sums, self.skipped_steps = progress["sums"], progress["skipped_steps"]
+
+    def on_train_start(self) -> None:
+        """Take up the sums of the training that is resumed."""
+        stored, self._restored_sums = self._restored_sums, None
+        if stored is None:
+            return
+        if len(stored) != self.trainer.world_size:  # other processes than then: the first takes it all
+            others = torch.zeros(self.trainer.world_size - 1, stored.shape[1], dtype=stored.dtype)
+            stored = torch.cat([stored.sum(dim=0, keepdim=True), others])
+        mine, n = stored[self.trainer.global_rank].to(self.device), 2 * len(self.train_means)
+        for mean, (total, count) in zip(self.train_means, mine[:n].reshape(-1, 2), strict=True):
+            assert isinstance(mean, RunningMean)
+            mean.restore(total, count)
+        self.target_variances.sums = mine[n:].reshape(self.target_variances.sums.shape)
+
+    def _sums(self) -> Tensor:
+        """The sums of this process: of each running mean, then of the target variances."""
+        means = [torch.stack([mean.total, mean.count]) for mean in self.train_means]  # type: ignore[union-attr, list-item]
+        return torch.cat([*means, self.target_variances.sums.reshape(-1)])
 
 
 def plain(value: Any) -> Any:

@@ -117,11 +117,40 @@ class RunLogger(CSVLogger):
             self._experiment = _AppendingWriter(self.log_dir, self._file_name)
         return self._experiment
 
+    @property
+    def n_rows(self) -> int:
+        """Rows on disk."""
+        return self.experiment.n_rows  # type: ignore[attr-defined]
+
+    def keep(self, n_rows: int | None, before_step: int) -> None:
+        """Remove what a resumed training will write again, and a row that a killed process has left half-written.
+
+        Args:
+            n_rows: rows that the file had when the checkpoint was taken; None if that is unknown.
+            before_step: the checkpoint's step.
+        """
+        path = Path(self.log_dir) / self._file_name
+        if not path.is_file():
+            return
+        with open(path, newline="", encoding="utf-8") as file:
+            whole = [line for line in file.read().splitlines(keepends=True) if line.endswith("\n")]
+        names, *rows = csv.reader(whole) if whole else [[]]
+        kept = [row for row in rows[:n_rows] if len(row) == len(names) and int(row[names.index("step")]) < before_step]
+        with written_whole(path) as beside, open(beside, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([names, *kept])
+        self._experiment = None
+
 
 class _AppendingWriter(ExperimentWriter):
     def __init__(self, log_dir: str, file_name: str) -> None:
         self.NAME_METRICS_FILE = file_name
         super().__init__(log_dir)
+        path = Path(self.metrics_file_path)
+        self.n_rows = 0
+        if path.is_file():
+            with open(path, newline="", encoding="utf-8") as file:
+                self.metrics_keys, *rows = [*csv.reader(file)] or [[]]
+            self.n_rows = len(rows)
 
     def _check_log_dir_exists(self) -> None:
         """Keep what is there."""
@@ -131,8 +160,15 @@ class _AppendingWriter(ExperimentWriter):
 
     def save(self) -> None:
         """Append the rows, under the columns that the file has already."""
-        path = Path(self.metrics_file_path)
-        if not self.metrics_keys and path.is_file():
-            with open(path, newline="", encoding="utf-8") as file:
-                self.metrics_keys = next(csv.reader(file), [])
+        self.n_rows += len(self.metrics)
         super().save()
+
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        """Write the file anew under more columns."""
+        path = Path(self.metrics_file_path)
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        with written_whole(path) as beside, open(beside, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fieldnames=fieldnames)
+            writer.writeheader()
+            writer.writerows(rows)

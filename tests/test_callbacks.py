@@ -157,7 +157,7 @@ def test_inside_of_a_star_against_its_polar_form():
 
 
 def test_a_loss_that_is_not_finite_is_never_the_best(tmp_path):
-    checkpoint = BestCheckpoint(dirpath=str(tmp_path / "c"), monitor="val/loss", save_last=True, filename="best")
+    checkpoint = BestCheckpoint(dirpath=str(tmp_path / "c"), monitor="val/loss", filename="best")
     model = module()
     with torch.no_grad():
         next(model.network.parameters()).fill_(torch.nan)

@@ -23,6 +23,7 @@ FLOORS = {
     "globe_lightning.sample": 1,
     "globe_lightning.validation": 1,
     "globe_lightning.models": 2,
+    "globe_lightning.bad_batches": 2,
     "globe_lightning.forces": 2,
     "globe_lightning.losses": 2,
     "globe_lightning.metrics": 2,

@@ -180,13 +180,12 @@ def test_force_names_must_agree():
         forces.update(1, {"Cs": torch.tensor(1.0)}, {"Cs": torch.tensor(0.0)})
 
 
-def test_running_mean_shows_a_value_that_is_not_finite():
+def test_a_running_mean_leaves_out_what_is_not_finite():
     mean = RunningMean()
-    for value in (1.0, 2.0):
-        mean.update(torch.tensor(value))
+    assert not bool(torch.isfinite(mean(torch.tensor(torch.nan))))
+    for value in (1.0, torch.inf, 2.0):
+        assert float(mean(torch.tensor(value))) == value or value == torch.inf
     assert float(mean.compute()) == 1.5
-    mean.update(torch.tensor(torch.nan))
-    assert not bool(torch.isfinite(mean.compute()))
 
 
 PADDED, ONE_EMPTY = [[0, 2, 4], [1, 3, 0]], [[0, 1, 2, 3, 4], []]

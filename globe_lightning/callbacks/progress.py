@@ -17,6 +17,12 @@ class LossBar(TQDMProgressBar):
     def __init__(self, refresh_rate: int = 1) -> None:
         super().__init__(refresh_rate=refresh_rate)
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Start the bar of a resumed epoch too, for which Lightning does not."""
+        super().on_train_start(trainer, pl_module)
+        if trainer.fit_loop.restarted_mid_epoch:
+            self.on_train_epoch_start(trainer)
+
     def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
         """The numbers beside the bar: "loss", the fields' own, "val_loss"."""
         short = {}

@@ -27,10 +27,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import lightning.pytorch as pl
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from globe_lightning.callbacks.checkpoints import BestCheckpoint
+from globe_lightning.callbacks.failures import FailTogether, explain_lost_contact
 from globe_lightning.callbacks.pictures import PictureWriter
 from globe_lightning.callbacks.predictions import PredictionWriter
 from globe_lightning.callbacks.progress import LossBar
@@ -84,7 +86,7 @@ def main(args: Sequence[str] | None = None) -> None:
         else:
             GlobeCLI(arguments)
     except Exception as error:
-        message = explain_run_error(error)
+        message = explain_lost_contact(error) or explain_run_error(error)
         if message is None and isinstance(error, (OSError, ValueError, ModuleNotFoundError, MisconfigurationException)):
             message = str(error)
         if message is None or os.environ.get("GLOBE_TRACEBACK"):
@@ -93,7 +95,13 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 class GlobeTrainer(pl.Trainer):
-    """Lightning's trainer, with one more thing to do: ``prepare``."""
+    """Lightning's trainer, with one more thing to do: ``prepare``; several processes fail together."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.callbacks.append(FailTogether())
+        if isinstance(self.strategy, DDPStrategy):
+            self.strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)  # gradients are stored once
 
     def prepare(self, model: Any = None, datamodule: Any = None) -> None:
         """Preprocess the data ahead of time, without training."""

@@ -99,6 +99,7 @@ class GlobeTrainer(pl.Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.callbacks: list[pl.Callback]
         self.callbacks.append(FailTogether())
         if isinstance(self.strategy, DDPStrategy):
             self.strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)  # gradients are stored once

@@ -502,7 +502,9 @@ class GlobeLightningModule(pl.LightningModule):
         checkpoint[SCHEMA_KEY] = self.schema.arguments()
         sums: Any = self.target_variances.sums
         if self._trainer is not None:
-            gathered = self.all_gather(self._sums()).reshape(-1, self._sums().numel())
+            mine: Any = self._sums()
+            others: Any = self.all_gather(mine)
+            gathered = others.reshape(-1, len(mine))
             checkpoint[PROGRESS_KEY] = {"sums": gathered.cpu(), "skipped_steps": self.skipped_steps}
             sums = gathered.sum(dim=0)[-sums.numel() :].reshape(sums.shape).cpu()
         checkpoint["state_dict"]["target_variances.sums"] = sums

@@ -96,7 +96,8 @@ def model(**options):
 
 
 def _train(rank, world, root, folder, steps, processes):
-    module, draws = model(), Draws()
+    # In double precision what differs by rounding is far from what differs by more.
+    module, draws = model().double(), Draws()
     trainer = make_trainer(
         folder,
         world,
@@ -125,7 +126,7 @@ def test_many_processes_equal_one_that_accumulates(root, tmp_path, processes):
     one = torch.load(tmp_path / f"1-0-{steps}.pt", weights_only=True)
     interleaved = [case for cases in zip(*(found["cases"] for found in many), strict=True) for case in cases]
     assert interleaved == one["cases"] and len(one["cases"]) == steps * processes
-    start = list(model().parameters())
+    start = list(model().double().parameters())
     moved = rounding = 0.0
     for first, *others, alone, before in zip(
         *(found["parameters"] for found in many), one["parameters"], start, strict=True
@@ -133,7 +134,7 @@ def test_many_processes_equal_one_that_accumulates(root, tmp_path, processes):
         assert all(torch.equal(first, other) for other in others)
         moved = max(moved, float((first - before).detach().abs().max()))
         rounding = max(rounding, float((first - alone).abs().max()))
-    assert moved > 5e-3 and rounding < 1e-4 * moved, (moved, rounding)
+    assert moved > 5e-3 and rounding < 1e-9 * moved, (moved, rounding)
     for found in many:
         assert found["train"] == pytest.approx(one["train"], rel=1e-5)
         # The metrics of 5 cases, which no number of processes divides: of nearly the same weights here.

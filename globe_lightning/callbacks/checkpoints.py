@@ -229,10 +229,6 @@ class BestCheckpoint(ModelCheckpoint):
             candidates["epoch"] = torch.tensor(self._validated_epoch)
         return candidates
 
-    def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: dict[str, Tensor]) -> None:
-        if self.monitor in monitor_candidates:
-            super()._save_topk_checkpoint(trainer, monitor_candidates)
-
     def check_monitor_top_k(self, trainer: Any, current: Tensor | None = None) -> bool:
         """Whether the current value is among the best ``save_top_k``."""
         if current is not None and not bool(torch.isfinite(torch.as_tensor(current))):

@@ -135,7 +135,7 @@ SMALL = [
     "--data.init_args.n_validation=2",
     "--trainer.check_val_every_n_epoch=10",
     "--trainer.max_epochs=80",
-    "--trainer.enable_progress_bar=false",
+    "--progress_bar.refresh_rate=0",
     "--pictures.every_n_epochs=0",
     "--checkpoint.last_every_n_steps=2",
     "--trainer.strategy=ddp",
@@ -223,7 +223,11 @@ def test_a_lost_node_ends_the_other_and_both_resume(root, tmp_path, nodes):
     )
     assert one["global_step"] == other["global_step"] == 240
     assert all(torch.equal(value, other["state_dict"][name]) for name, value in one["state_dict"].items())
-    assert rows_of(tmp_path / "broken" / "metrics.csv") == rows_of(tmp_path / "straight" / "metrics.csv")
+    logs = [
+        [{key: value for key, value in row.items() if "throughput" not in key} for row in rows_of(path)]
+        for path in (tmp_path / "broken" / "metrics.csv", tmp_path / "straight" / "metrics.csv")
+    ]
+    assert logs[0] == logs[1] and len(logs[0]) >= 240
     print(f"the other node ended {seconds:.1f} s after the kill; namespaces: {bool(nodes[1][0][0])}")
     assert seconds < 60
 

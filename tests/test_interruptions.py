@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -232,6 +233,23 @@ def test_a_lost_node_ends_the_other_and_both_resume(root, tmp_path, nodes):
     assert logs[0] == logs[1] and len(logs[0]) >= 120
     print(f"the other node ended {seconds:.1f} s after the kill; namespaces: {bool(nodes[1][0][0])}")
     assert seconds < 60
+
+
+def test_sigterm_to_the_first_of_two_processes_stops_both(root, tmp_path):
+    command = [sys.executable, "-m", "globe_lightning", "fit", *SMALL, "--trainer.devices=2"]
+    command += [f"--data.init_args.root={root}", f"--run.root={tmp_path}"]
+    with open(tmp_path / "output.txt", "w") as output:
+        first = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    wait_for_steps(tmp_path / "quickstart", 20, [first])
+    children = psutil.Process(first.pid).children(recursive=True)
+    first.send_signal(signal.SIGTERM)
+    text = (tmp_path / "output.txt").read_text
+    assert first.wait(600) == 143, text()
+    gone, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive and len(gone) >= 1
+    (steps,) = re.findall(r"stopped by SIGTERM after (\d+) steps", text())
+    state = torch.load(tmp_path / "quickstart" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert state["global_step"] == int(steps) >= 20
 
 
 SABOTEUR = '''

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -210,7 +211,7 @@ class BestCheckpoint(ModelCheckpoint):
         if trainer.strategy.reduce_boolean_decision(self._stop is not None, all=False):
             reason, code = trainer.strategy.broadcast(self._stop) or ("another process was asked to", SIGTERM_EXIT)
             _say(f"stopped by {reason} after {trainer.global_step} steps; go on with --ckpt_path last")
-            raise TrainingStopped(reason, code)
+            raise TrainingStopped(reason, _exit_code(trainer, code))
 
     def _is_due(self, trainer: Any) -> bool:
         steps, minutes = self.last_every_n_steps, self.last_every_n_minutes
@@ -271,6 +272,12 @@ def _epochs_processed(trainer: Any) -> int:
 def _epoch_is_whole(trainer: Any) -> bool:
     batches = trainer.fit_loop.epoch_loop.batch_progress
     return batches.is_last_batch or batches.current.completed >= trainer.num_training_batches
+
+
+def _exit_code(trainer: Any, code: int) -> int:
+    # Lightning kills the process that started the others as soon as one of these ends with a code.
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return 0 if isinstance(environment, LightningEnvironment) and trainer.local_rank > 0 else code
 
 
 _say: Callable[[str], None] = rank_zero_only(lambda text: print(text, flush=True))

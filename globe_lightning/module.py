@@ -495,11 +495,9 @@ class GlobeLightningModule(pl.LightningModule):
     # Checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the schema and how a geometry is prepared, as plain values."""
+        """Store the schema, how a geometry is prepared, as plain values, and what all processes have gathered."""
         checkpoint[SCHEMA_KEY] = self.schema.arguments()
         checkpoint[GEOMETRY_KEY] = self.geometry_arguments
-        """Store the schema, as plain values, and what all processes have gathered in this epoch's training."""
-        checkpoint[SCHEMA_KEY] = self.schema.arguments()
         sums: Any = self.target_variances.sums
         if self._trainer is not None:
             mine: Any = self._sums()

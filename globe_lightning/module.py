@@ -188,7 +188,7 @@ class GlobeLightningModule(pl.LightningModule):
         self.latest_mesh: tuple[str, Any] | None = None  # of the callbacks that write a predicted case
         self.skipped_steps = 0
         self._since_step: list[tuple[Sample, Tensor]] = []  # the cases of the next optimizer step, with their losses
-        self._restored_sums: Tensor | None = None
+        self._restored_progress: dict[str, Any] | None = None
         self.configure_losses()
         self.configure_metrics()
 
@@ -519,15 +519,14 @@ class GlobeLightningModule(pl.LightningModule):
             self._refuse_differences(
                 stored, "the checkpoint was trained on other data ('the data' below) than declared"
             )
-        progress = checkpoint.get(PROGRESS_KEY)
-        if progress is not None:
-            self._restored_sums, self.skipped_steps = progress["sums"], progress["skipped_steps"]
+        self._restored_progress = checkpoint.get(PROGRESS_KEY)
 
     def on_train_start(self) -> None:
-        """Take up the sums of the training that is resumed."""
-        stored, self._restored_sums = self._restored_sums, None
-        if stored is None:
+        """Take up the sums of the training that is resumed; one that starts from its weights alone has none."""
+        progress, self._restored_progress = self._restored_progress, None
+        if progress is None or not self.trainer.fit_loop.is_resuming:
             return
+        self.skipped_steps, stored = progress["skipped_steps"], progress["sums"]
         if len(stored) != self.trainer.world_size:  # other processes than then: the first takes it all
             others = torch.zeros(self.trainer.world_size - 1, stored.shape[1], dtype=stored.dtype)
             stored = torch.cat([stored.sum(dim=0, keepdim=True), others])

@@ -124,6 +124,10 @@ def test_the_count_outlives_a_restart(tmp_path):
     model, trainer = module(), make_trainer(tmp_path, max_epochs=3)
     trainer.fit(model, SpoiltData(2, {1}), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
     assert model.skipped_steps == 3 and float(trainer.callback_metrics["train/skipped"]) == 3
+    weights = type(model).load_from_checkpoint(tmp_path / "a.ckpt")
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(weights, SpoiltData(2, {1}))
+    assert weights.skipped_steps == 1, "a training of its own"
 
 
 def test_a_network_that_is_not_finite_names_every_field(tmp_path, caplog):

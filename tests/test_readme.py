@@ -10,6 +10,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from test_geometry_airfoils import SELIG, lines
+from test_geometry_bodies import CAR
 
 from globe_lightning.cli import main
 
@@ -41,6 +43,12 @@ def globe_commands() -> list[list[str]]:
     return [shlex.split(part, comments=True)[1:] for part in parts if part.startswith("globe ")]
 
 
+def write_shapes(folder: Path) -> None:
+    """The shapes that the README's commands name: clean, and small."""
+    (folder / "wing.dat").write_text("NACA 2412\n" + lines(SELIG))
+    CAR.save(folder / "car.stl")
+
+
 def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From an empty folder, in the README's order; the full dataset's place is taken by the embedded cases."""
     import datamodules
@@ -48,9 +56,13 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AIRFRANS_DATA_DIR", str(Path(datamodules.__file__).parent / "samples" / "airfoils"))
     commands = globe_commands()
+    write_shapes(tmp_path)
     assert {"fit", "test", "predict", "prepare"} <= {command[0] for command in commands}
     more = 1
     for command in commands:
+        if "--geometry" in command:
+            main([*command, "--trainer.accelerator=cpu", "--pictures.dots_per_inch=30"])
+            continue
         shortened = [part for part in command if not part.isdigit() and part != "--trainer.max_epochs"]
         short = [f"--data.init_args.cache_dir={tmp_path / 'cache'}"]
         if command[0] != "prepare":
@@ -64,6 +76,10 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (run / name).exists(), f"the README promises {name} in the run folder"
     assert list((run / "predictions").glob("*.vtu")) and (run / "predictions" / "forces.csv").is_file()
     assert list((tmp_path / "runs" / "drivaer_quickstart" / "predictions").glob("*.vtp"))
+    for shape, files in (("wing", ["wing_alpha0.vtu", "wing_alpha4.vtu"]), ("car", ["car.vtp", "car_y0.vtu"])):
+        folder = tmp_path / "runs" / shape
+        assert all((folder / "predictions" / name).is_file() for name in [*files, "forces.csv"])
+        assert len(list((folder / "pictures").glob("*.png"))) == 2
 
 
 def test_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

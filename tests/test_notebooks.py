@@ -1,0 +1,36 @@
+"""Every notebook runs from top to bottom, and is committed with what it shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_committed_with_figures(path: Path) -> None:
+    cells = code_cells(nbformat.read(path, as_version=4))
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "run it from top to bottom"
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert path.stat().st_size < 2_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs(path: Path, tmp_path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}  # from a folder of its own: nothing beside it is needed
+    NotebookClient(notebook, timeout=1200, kernel_name="python3", resources=resources).execute()
+    for cell in code_cells(notebook):
+        assert not [output for output in cell.outputs if output.output_type == "error"]

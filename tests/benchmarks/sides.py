@@ -12,7 +12,8 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ class Side:
         """Operations of a work."""
         from syncs import count_operations
 
-        with count_operations() as found:
+        with _one_thread(), count_operations() as found:
             self.works[work]()
         return {"dispatched": found.n_dispatched, "data_dependent": len(found.syncs), "rows_added": found.rows_added}
 
@@ -171,10 +172,16 @@ class Ours(Side):
 
     def set_up_products(self) -> dict:
         """Record the matrix products of the forward pass and of a step that recomputes nothing; time them bare."""
-        forward = record_products(self._forward)
-        recompute, self.model.use_gradient_checkpointing = self.model.use_gradient_checkpointing, False
-        step = record_products(self._step)
-        self.model.use_gradient_checkpointing = recompute
+        from globe_lightning.memory import chunk_budget
+
+        kept = self.model.chunk_bytes, self.model.use_gradient_checkpointing
+        # One thread sees all products; the chunks stay those of every thread.
+        self.model.chunk_bytes = (kept[0] or chunk_budget("cpu")) // torch.get_num_threads()
+        with _one_thread():
+            forward = record_products(self._forward)
+            self.model.use_gradient_checkpointing = False
+            step = record_products(self._step)
+        self.model.chunk_bytes, self.model.use_gradient_checkpointing = kept
         self.works |= {"forward_products": bare_products(forward), "step_products": bare_products(step)}
         return {"forward": sum(forward.values()), "step": sum(step.values())}
 
@@ -219,6 +226,17 @@ class Reference(Side):
             "aggregate": lambda: tree.compute_source_aggregates(points, areas, data),
             "plan": lambda: tree.find_dual_interaction_pairs(target_tree=tree, theta=theta),
         }
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """All work in the calling thread, where dispatching modes see it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 SIDES: dict[str, Callable[[], Side]] = {

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import cases
 import compare
+import gpu
 import measure
 import pytest
+import rules
+import scaling
 import torch
 
 from globe_lightning import BoundaryMesh
@@ -62,3 +65,32 @@ def test_a_small_comparison_of_this_project_alone(tmp_path: Path) -> None:
     assert set(stored["boundaries"][0]["times"]) == {"tree", "aggregate", "plan"}
     lines = out.with_suffix(".md").read_text(encoding="utf-8").splitlines()
     assert len({line.count("|") for line in lines[2:]}) == 1, "every row has the same cells"
+
+
+def test_a_small_run_of_the_scaling_checks(tmp_path: Path) -> None:
+    sizes = ["--counted", "96", "500", "--timed", "96", "240", "--floor", "2", "--threads", "1"]
+    found = scaling.main([*sizes, "--out", str(tmp_path / "scaling")])
+    rows = found["rows"]
+    evaluations = 2 * rows["communication"] + rows["prediction"]
+    # Two steps a node and layer hand down what nodes received.
+    assert evaluations < rows["rows_added"] <= evaluations + 20 * (rows["nodes"] + rows["faces"])
+    assert found["chunks"]["difference"] < 1e-5
+    assert json.loads((tmp_path / "scaling.json").read_text(encoding="utf-8"))["exponent"] == found["exponent"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "scaling.json"]
+
+
+def test_a_small_table_of_rules(tmp_path: Path) -> None:
+    sizes = ["--faces", "240", "--points", "30", "--floor", "2", "--hidden", "8", "--steps", "2"]
+    found = rules.main([*sizes, "--thetas", "1", "--out", str(tmp_path / "rules")])
+    of = {row["rule"]: row for row in found if row["kernel"] == "untrained"}
+    assert set(of) == set(rules.RULES)
+    assert of["dual"]["evaluations"] < of["dual, target weight 2"]["evaluations"] < of["pointwise"]["evaluations"]
+    assert all(0 < row["error"] < 1 for row in found)
+
+
+def test_a_small_run_of_the_gpu_script(tmp_path: Path) -> None:
+    found = gpu.main(
+        ["--device", "cpu", "--faces", "96", "--floor", "2", "--repetitions", "1", "--out", str(tmp_path / "gpu")]
+    )
+    assert [(row["faces"], row["bf16"]) for row in found] == [(96, False), (96, True)]
+    assert all(row["step_s"] > 0 for row in found)

@@ -123,7 +123,8 @@ class MeshDataModule(LightningDataModule, ABC):
         n_validation: how many train cases are set aside; goes before the fraction.
         split_seed: chooses which ones. The choice depends on this and the cases' names alone.
         predict_split: the split that ``predict`` runs over: "test", "val" or "train".
-        num_workers: loader processes; None takes what the CPUs allow beside the training processes, at most 4.
+        num_workers: loader processes; None takes the CPUs that this process may run on, its share of them if the
+            machine's training processes run on the same, less one for training, at most 4.
         pin_memory: hand samples over in page-locked memory; None where a GPU is present.
         persistent_workers: keep the loader processes between epochs.
         seed: seed of all draws. A draw depends on (seed, split, epoch, case) alone, not on workers or ranks.
@@ -298,7 +299,7 @@ class MeshDataModule(LightningDataModule, ABC):
         wanted = self.num_workers
         if wanted is None:
             memory = psutil.virtual_memory().available // source.preparation_bytes
-            wanted = max(0, min(_cpus() // self._ranks(), memory))
+            wanted = max(0, min(_cpus_of_a_rank(self._ranks()), memory))
             wanted = 0 if wanted == 1 else wanted  # one process more would only cost its start
         return min(wanted, n_cases // source.cases_per_preparer)
 
@@ -310,7 +311,7 @@ class MeshDataModule(LightningDataModule, ABC):
     def _n_workers(self) -> int:
         if self.num_workers is not None:
             return self.num_workers
-        return max(0, min(MAX_WORKERS, _cpus() // self._ranks() - 1))
+        return max(0, min(MAX_WORKERS, _cpus_of_a_rank(self._ranks()) - 1))
 
     def _ranks(self) -> int:
         trainer = self.trainer
@@ -355,6 +356,12 @@ class MeshDataModule(LightningDataModule, ABC):
 def _cpus() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _cpus_of_a_rank(ranks: int) -> int:
+    """CPUs for one of a machine's training processes, from its affinity; tasks of Slurm have their own."""
+    own = os.environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_PROCID" in os.environ else ""
+    return min(int(own), _cpus()) if own.isdigit() else _cpus() // ranks
 
 
 def _until_a_worker_dies(loader: DataLoader) -> Iterator[Any]:

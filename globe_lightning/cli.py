@@ -38,6 +38,7 @@ from globe_lightning.callbacks.predictions import PredictionWriter
 from globe_lightning.callbacks.progress import LossBar
 from globe_lightning.callbacks.tables import CaseTables
 from globe_lightning.callbacks.throughput import Throughput
+from globe_lightning.callbacks.time_limit import TimeLimit
 from globe_lightning.commands import COMMANDS
 from globe_lightning.config_errors import (
     ConfigurationError,
@@ -75,11 +76,7 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: something the user can mend is wrong; its message says what. The error itself is its cause.
     """
-    import datamodules
-
     arguments = [str(argument) for argument in (sys.argv[1:] if args is None else args)]
-    for name in datamodules.__all__:  # imported classes can be named without their module
-        getattr(datamodules, name)
     try:
         if arguments and arguments[0] in COMMANDS:
             COMMANDS[arguments[0]](arguments[1:])
@@ -119,6 +116,10 @@ class GlobeCLI(LightningCLI):
     """
 
     def __init__(self, args: Sequence[str] | None = None, run: bool = True) -> None:
+        import datamodules
+
+        for name in datamodules.__all__:  # imported classes can be named without their module
+            getattr(datamodules, name)
         self._runs = run
         arguments = [str(argument) for argument in (sys.argv[1:] if args is None else args)]
         if run and arguments and arguments[0].partition("=")[0] in CONFIG_FLAGS:
@@ -159,6 +160,7 @@ class GlobeCLI(LightningCLI):
         parser.add_lightning_class_args(CaseTables, "tables")
         parser.add_lightning_class_args(LossBar, "progress_bar")
         parser.add_lightning_class_args(Throughput, "throughput")
+        parser.add_lightning_class_args(TimeLimit, "time_limit")
         parser.set_defaults(
             {
                 "checkpoint.monitor": MONITOR,
@@ -248,6 +250,7 @@ class GlobeCLI(LightningCLI):
             name = "dirpath" if key == "checkpoint" else "folder"
             if config[key][name] is None:
                 config[key][name] = str(place)
+        place_loggers(config.trainer.get("logger"), folder.path)
         if config.pictures.folder is None:
             config.pictures.folder = str(folder.pictures)
         if self.subcommand == "predict" and config.get("return_predictions") is None:
@@ -265,10 +268,12 @@ class GlobeCLI(LightningCLI):
             raise ConfigurationError(explain_building(error, config, self._sources)) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """The trainer, with the run folder's CSV logger unless the configuration names another."""
-        if self._get(self.config_init, "trainer").get("logger") in (None, True):
+        """The trainer, with the run folder's CSV logger before those that the configuration names."""
+        given = self._get(self.config_init, "trainer").get("logger")
+        if given is not False:
             part = "" if self.subcommand in (None, "fit") else f"_{self.subcommand}"
-            kwargs["logger"] = RunLogger(str(self.run_folder.path), f"metrics{part}.csv")
+            others = [] if given in (None, True) else given if isinstance(given, list) else [given]
+            kwargs["logger"] = [RunLogger(str(self.run_folder.path), f"metrics{part}.csv"), *others]
         try:
             return super().instantiate_trainer(**kwargs)
         except Exception as error:  # Lightning judges its arguments with errors of any kind
@@ -333,6 +338,15 @@ def settle_hyperparameters(config: Any, stored: dict[str, Any], defaults: Any) -
             + "\n  ".join(refused)
             + "\nuse the configuration it was trained with (config.yaml beside its checkpoints folder)"
         )
+
+
+def place_loggers(loggers: Any, folder: Path) -> None:
+    """Move what loggers write to relative folders into a run's folder; changes their configuration in place."""
+    for logger in loggers if isinstance(loggers, list) else [loggers]:
+        arguments: Any = logger.get("init_args") if hasattr(logger, "get") else None
+        place = (arguments or {}).get("save_dir")
+        if place is not None and not Path(str(place)).is_relative_to(folder):  # a saved configuration has it already
+            arguments["save_dir"] = str(folder / str(place))  # an absolute one stays
 
 
 def shipped_configs() -> Path:

@@ -232,14 +232,10 @@ class GlobeLightningModule(pl.LightningModule):
             )
             schedule: dict[str, Any] = {"scheduler": plateau, "interval": "epoch"}
         else:
-            total = None
-            if h["schedule"] == "cosine":
-                steps = self.trainer.estimated_stepping_batches
-                if steps == float("inf"):
-                    raise ValueError("schedule: cosine needs an end of training; set trainer.max_epochs or max_steps")
-                total = int(steps)
+            if h["schedule"] == "cosine" and self.trainer.max_epochs == self.trainer.max_steps == -1:
+                raise ValueError("schedule: cosine needs an end of training; set trainer.max_epochs or max_steps")
             schedule = {
-                "scheduler": StepSchedule(optimizer, h["warmup_steps"], total, h["min_lr_factor"]),
+                "scheduler": StepSchedule(optimizer, h["warmup_steps"], None, h["min_lr_factor"]),
                 "interval": "step",
             }
         return {"optimizer": optimizer, "lr_scheduler": schedule}
@@ -251,6 +247,9 @@ class GlobeLightningModule(pl.LightningModule):
             mean: Any = self.train_means[0]
             scheduler.step(mean.compute(), self.trainer.global_step)
         else:
+            if self.hparams["schedule"] == "cosine":
+                # Not asked earlier: Lightning would make the loaders before it restores how far they were.
+                scheduler.total_steps = int(self.trainer.estimated_stepping_batches)
             scheduler.step(self.trainer.global_step)
 
     def setup(self, stage: str) -> None:

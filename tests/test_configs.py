@@ -8,15 +8,16 @@ import yaml
 
 from globe_lightning.cli import main, shipped_configs
 
-CONFIGS = sorted(shipped_configs().rglob("*.yaml"))
+ALL = sorted(shipped_configs().rglob("*.yaml"))
+CONFIGS = sorted(shipped_configs().glob("*.yaml"))  # those in folders are given after one of these
 KEY = re.compile(r"^\s*(- )?[^#\s].*")
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 def test_every_key_has_a_comment(path):
     lines = path.read_text(encoding="utf-8").splitlines()
     bare = [line for line in lines if KEY.match(line) and not re.search(r"\s#\s\S", line)]
-    assert not bare and len([line for line in lines if KEY.match(line)]) > 20
+    assert not bare and len([line for line in lines if KEY.match(line)]) > (20 if path in CONFIGS else 4)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

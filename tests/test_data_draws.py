@@ -11,7 +11,7 @@ from data_synthetic import write_dataset
 from torch import Tensor
 
 from datamodules import AirFRANSDataModule
-from datamodules.base import EpochDataLoader, MeshDataModule
+from datamodules.base import MeshDataModule
 from datamodules.dataset import Draws, stable_seed
 
 
@@ -63,29 +63,30 @@ def test_epochs_seeds_and_cases_differ(root, reference):
     assert not any(torch.equal(value, reference[0][case]) for case, value in collect(other.train_dataloader()).items())
 
 
-@pytest.mark.parametrize(("workers", "start"), [(1, "fork"), (2, "fork"), (1, "spawn")])
-def test_same_draws_for_any_workers(root, reference, workers, start):
-    module = module_of(root)
-    module.setup("fit")
-    loader = EpochDataLoader(
-        module.datasets["train"],
-        batch_size=None,
-        shuffle=True,
-        num_workers=workers,
-        multiprocessing_context=start,
-        persistent_workers=True,
-    )
-    for epoch in (0, 1, 2, 1):
-        module.set_epoch(epoch)  # reaches workers that are running already
-        assert same(collect(loader), reference[epoch])
-
-
-def test_the_modules_own_loader_with_workers(root, reference):
-    module = module_of(root, num_workers=2)
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
+@pytest.mark.parametrize(
+    ("workers", "start", "persistent", "pinned"),
+    [
+        (0, None, True, True),
+        (1, "fork", False, False),
+        (2, "fork", False, True),
+        (2, "fork", True, False),
+        (2, "spawn", True, False),
+    ],
+)
+def test_same_stream_for_any_workers(root, reference, workers, start, persistent, pinned):
+    """Order and draws of the module's own loader."""
+    module = module_of(root, num_workers=workers, persistent_workers=persistent, pin_memory=pinned)
     module.setup("fit")
     loader = module.train_dataloader()
-    assert loader.num_workers == 2 and loader.persistent_workers
-    assert same(collect(loader), reference[0])
+    loader.multiprocessing_context = start
+    assert (loader.num_workers, loader.pin_memory) == (workers, pinned)
+    assert loader.persistent_workers == (persistent and workers > 0)
+    for epoch in (0, 1, 2, 1):
+        module.set_epoch(epoch)  # reaches workers that are running already
+        found = collect(loader)
+        assert same(found, reference[epoch]) and list(found) == list(reference[epoch])
+    assert list(reference[0]) != list(reference[1])
 
 
 def test_stable_seed_is_a_plain_function_of_its_keys():
@@ -176,6 +177,11 @@ def test_worker_count_follows_cpus_and_ranks(root, monkeypatch):
     assert module._n_workers() == 1
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     assert module._n_workers() == 0
+    # Under Slurm the affinity is a task's own, not shared by the machine's tasks.
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "3")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert module._n_workers() == 2
     assert module_of(root, num_workers=7)._n_workers() == 7
 
 

@@ -24,11 +24,11 @@ def magnitude_and_direction(
 
 def legendre(x: Float[Tensor, "..."], degree: int) -> list[Float[Tensor, "..."]]:
     """Legendre polynomials P_1(x) … P_degree(x) by Bonnet's recursion; [] for degree 0."""
-    previous, current = torch.ones_like(x), x
-    out = []
-    for n in range(1, degree + 1):
-        out.append(current)
-        previous, current = current, ((2 * n + 1) * x * current - n * previous) / (n + 1)
+    out = [x] if degree else []
+    for n in range(1, degree):
+        a, b = (2 * n + 1) / (n + 1), n / (n + 1)
+        before = out[-2] * -b if n > 1 else torch.full((), -b, dtype=x.dtype, device=x.device)
+        out.append(torch.addcmul(before, x, out[-1], value=a))
     return out
 
 

@@ -85,6 +85,7 @@ def evaluate_plan(
         plan.n_rows,
         smoothing_radius.square(),
         n_workers,
+        compiled,
         graph and not use_checkpointing,
     )
     return _hand_down(plan, _PlanSum.apply(work, *flat).t())
@@ -101,6 +102,7 @@ class PlanWork:
         n_columns, n_rows: of the buffer.
         smoothing: eps^2.
         n_workers: threads.
+        compiled: whether the functions are.
         keep: whether the forward pass keeps its temporaries for the backward pass.
     """
 
@@ -112,6 +114,7 @@ class PlanWork:
     n_rows: int
     smoothing: Tensor
     n_workers: int
+    compiled: bool
     keep: bool
 
     def tables(self, tensors: Sequence[Any]) -> list[Sequence[Any]]:
@@ -121,6 +124,10 @@ class PlanWork:
             out.append(tensors[first : first + n])
             first += n
         return out
+
+    def plain(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors without their history, on which a compiled function would depend."""
+        return [tensor.detach() for tensor in tensors] if self.compiled else tensors
 
     def shares(self, jobs: Sequence[Any], n_workers: int) -> list[Sequence[Any]]:
         """Contiguous shares of about as many jobs for every worker."""
@@ -138,8 +145,7 @@ class _PlanSum(torch.autograd.Function):
     def forward(ctx: Any, work: PlanWork, *tensors: Tensor) -> Tensor:
         ctx.work = work
         ctx.save_for_backward(*tensors)
-        # A compiled function depends on whether its inputs have a gradient.
-        tables = work.tables([tensor.detach() for tensor in tensors])
+        tables = work.tables(work.plain(tensors))
         like = tensors[0]
 
         def run(jobs: Sequence[Job]) -> tuple[Tensor, list[Any]]:
@@ -159,7 +165,7 @@ class _PlanSum(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         work: PlanWork = ctx.work
         recorded = torch.is_grad_enabled()
-        tensors = ctx.saved_tensors if recorded else [tensor.detach() for tensor in ctx.saved_tensors]
+        tensors = ctx.saved_tensors if recorded else work.plain(ctx.saved_tensors)
         tables = work.tables(tensors)
 
         def run(jobs: Sequence[tuple[Job, Values | None]]) -> list[Tensor | None]:

@@ -160,7 +160,7 @@ def constructor_arguments(model: GLOBE) -> dict[str, Any]:
         "theta": model.theta,
         "leaf_size": model.leaf_size,
         "network_type": "pade" if pade else "mlp",
-        "self_regularization_beta": network.self_regularization_beta if isinstance(network, PadeNetwork) else None,
+        "self_regularization_beta": (network.beta or None) if isinstance(network, PadeNetwork) else None,
         "latent_compression_scale": model.latent_compression_scale,
         "expand_far_targets": model.expand_far_targets,
         "use_gradient_checkpointing": model.use_gradient_checkpointing,

@@ -68,10 +68,12 @@ def test_thirty_kills_at_random_moments(root, tmp_path):
     process.join()
     assert process.exitcode == 0
     step_seconds = (time.monotonic() - before) / 60
-    kills, steps = 0, []
+    kills, steps = 0, [0]
     while kills < 200:
         process = start(tmp_path / "killed")
-        process.join(moments.uniform(0, 2.5) * step_seconds)
+        # Longer where it would not get on: a validation takes many steps' time.
+        tries = steps[-10:].count(steps[-1])
+        process.join(moments.uniform(0, 1 + tries) * step_seconds)
         if process.exitcode is None:
             os.kill(process.pid, signal.SIGKILL)
             process.join()
@@ -211,7 +213,9 @@ def test_a_lost_node_ends_the_other_and_both_resume(root, tmp_path, nodes):
         assert process.wait(600) == 0, (tmp_path / "straight-0.txt").read_text()
     pair = launch(tmp_path, "broken", root, nodes)
     wait_for_steps(tmp_path / "broken", 40, pair)
-    os.killpg(pair[1].pid, signal.SIGKILL)
+    node = psutil.Process(pair[1].pid)
+    for process in [*node.children(recursive=True), node]:  # the launcher's processes lead sessions of their own
+        process.kill()
     killed = time.monotonic()
     assert pair[0].wait(600) != 0
     seconds = time.monotonic() - killed
@@ -249,7 +253,7 @@ def test_sigterm_to_the_first_of_two_processes_stops_both(root, tmp_path):
     assert not alive and len(gone) >= 1
     (steps,) = re.findall(r"stopped by SIGTERM after (\d+) steps", text())
     state = torch.load(tmp_path / "quickstart" / "checkpoints" / "last.ckpt", weights_only=True)
-    assert state["global_step"] == int(steps) >= 20
+    assert state["global_step"] == int(steps) >= 10
 
 
 SABOTEUR = '''

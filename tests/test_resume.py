@@ -66,8 +66,7 @@ def fit(root, folder, *callbacks, resume=True, seed=0, model=None, checkpoint=No
         default_root_dir=str(run.path),
         enable_progress_bar=False,
         enable_model_summary=False,
-        log_every_n_steps=1,
-        **{"max_epochs": 3, "num_sanity_val_steps": 0, "gradient_clip_val": 1, **options},
+        **{"log_every_n_steps": 1, "max_epochs": 3, "num_sanity_val_steps": 0, "gradient_clip_val": 1, **options},
     )
     trainer.fit(module, AirFRANSDataModule(**data_arguments(root)), ckpt_path=path, weights_only=path and True)
 

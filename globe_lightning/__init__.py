@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from globe_lightning.callbacks.pictures import PictureWriter
+    from globe_lightning.callbacks.predictions import PredictionWriter
     from globe_lightning.geometry import ShapePrediction, predict_geometry
     from globe_lightning.mesh import BoundaryMesh
     from globe_lightning.models.globe import GLOBE
@@ -22,6 +24,8 @@ _HOMES = {
     "BoundaryMesh": "globe_lightning.mesh",
     "ForceSurface": "globe_lightning.sample",
     "GlobeLightningModule": "globe_lightning.module",
+    "PictureWriter": "globe_lightning.callbacks.pictures",
+    "PredictionWriter": "globe_lightning.callbacks.predictions",
     "Sample": "globe_lightning.sample",
     "SampleSchema": "globe_lightning.sample",
     "ShapePrediction": "globe_lightning.geometry",
@@ -33,6 +37,8 @@ __all__ = [
     "BoundaryMesh",
     "ForceSurface",
     "GlobeLightningModule",
+    "PictureWriter",
+    "PredictionWriter",
     "Sample",
     "SampleSchema",
     "ShapePrediction",

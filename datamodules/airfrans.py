@@ -25,7 +25,7 @@ from datamodules.airfrans_source import (
     VISCOSITY,
     AirFRANSSource,
 )
-from datamodules.base import ORIENTATIONS, MeshDataModule, dataset_root, require_choice, require_counts
+from datamodules.base import ORIENTATIONS, SAMPLES_LICENCE, MeshDataModule, dataset_root, require_choice, require_counts
 from globe_lightning.sample import Sample, SampleSchema
 
 if TYPE_CHECKING:
@@ -141,6 +141,11 @@ class AirFRANSDataModule(MeshDataModule):
     def geometry_arguments(self) -> dict[str, Any]:
         """How samples were prepared, as arguments of :class:`~datamodules.geometry.GeometryDataModule`."""
         return {name: self._options[name] for name in ("n_boundary_faces", "orientation", "force_normals")}
+
+    @property
+    def licence(self) -> str:
+        """The licence of the data."""
+        return SAMPLES_LICENCE if self.root == "samples" else "ODbL-1.0"
 
     def root_path(self) -> Path:
         """The dataset's folder.

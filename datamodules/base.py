@@ -24,6 +24,8 @@ from globe_lightning.sample import SampleSchema
 
 SPLITS = ("train", "val", "test", "predict")
 MAX_WORKERS = 4
+SAMPLES_LICENCE = "CC0-1.0"
+"""Of the cases that ship with the package."""
 
 
 def dataset_root(root: str | None, variable: str, samples: Path, dataset: str, marker: str) -> Path:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datamodules.base import ORIENTATIONS, MeshDataModule, dataset_root, require_choice, require_counts
+from datamodules.base import ORIENTATIONS, SAMPLES_LICENCE, MeshDataModule, dataset_root, require_choice, require_counts
 from datamodules.drivaerml_source import (
     KINEMATIC_PRESSURE_ARRAY,
     PRESSURE,
@@ -144,6 +144,11 @@ class DrivAerMLDataModule(MeshDataModule):
     def geometry_arguments(self) -> dict[str, Any]:
         """How samples were prepared, as arguments of :class:`~datamodules.geometry.GeometryDataModule`."""
         return {name: self._options[name] for name in ("targets", "n_boundary_faces", "n_floor_cells", "orientation")}
+
+    @property
+    def licence(self) -> str:
+        """The licence of the data."""
+        return SAMPLES_LICENCE if self.root == "samples" else "CC-BY-SA-4.0"
 
     def root_path(self) -> Path:
         """The dataset's folder.

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from globe_lightning.models.globe import GLOBE
     from globe_lightning.module import GlobeLightningModule
     from globe_lightning.sample import ForceSurface, Sample, SampleSchema
+    from globe_lightning.sensitivity import shape_sensitivity
+    from globe_lightning.sharing import from_pretrained
 
 __version__ = "0.1.0"
 
@@ -30,6 +32,8 @@ _HOMES = {
     "SampleSchema": "globe_lightning.sample",
     "ShapePrediction": "globe_lightning.geometry",
     "predict_geometry": "globe_lightning.geometry",
+    "from_pretrained": "globe_lightning.sharing",
+    "shape_sensitivity": "globe_lightning.sensitivity",
 }
 
 __all__ = [
@@ -42,7 +46,9 @@ __all__ = [
     "Sample",
     "SampleSchema",
     "ShapePrediction",
+    "from_pretrained",
     "predict_geometry",
+    "shape_sensitivity",
 ]
 
 

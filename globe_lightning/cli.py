@@ -36,6 +36,7 @@ from globe_lightning.callbacks.failures import FailTogether, explain_lost_contac
 from globe_lightning.callbacks.pictures import PictureWriter
 from globe_lightning.callbacks.predictions import PredictionWriter
 from globe_lightning.callbacks.progress import LossBar
+from globe_lightning.callbacks.sensitivities import write_sensitivities
 from globe_lightning.callbacks.tables import CaseTables
 from globe_lightning.callbacks.throughput import Throughput
 from globe_lightning.callbacks.time_limit import TimeLimit
@@ -52,7 +53,7 @@ from globe_lightning.config_errors import (
 from globe_lightning.geometry_arguments import add_geometry_help, expand_geometry
 from globe_lightning.module import MONITOR, MONITOR_MODE, SCHEMA_ARGUMENTS, GlobeLightningModule, plain
 from globe_lightning.run_folder import RunFolder, RunLogger, written_whole
-from globe_lightning.sharing import read_checkpoint
+from globe_lightning.sharing import load_weights, read_checkpoint
 
 WEIGHT_ARGUMENTS = (
     "n_communication_hyperlayers",
@@ -92,7 +93,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 class GlobeTrainer(pl.Trainer):
-    """Lightning's trainer, with one more thing to do: ``prepare``; several processes fail together."""
+    """Lightning's trainer, with ``prepare`` and ``sensitivity``; several processes fail together."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -104,6 +105,31 @@ class GlobeTrainer(pl.Trainer):
     def prepare(self, model: Any = None, datamodule: Any = None) -> None:
         """Preprocess the data ahead of time, without training."""
         datamodule.prepare() if hasattr(datamodule, "prepare") else datamodule.prepare_data()
+
+    def sensitivity(
+        self,
+        model: Any = None,
+        datamodule: Any = None,
+        of: str = "Cd",
+        case: str | None = None,
+        smoothing_length: float | None = None,
+        ckpt_path: str | None = None,
+    ) -> None:
+        """Show where to push the surface: the derivative of a force coefficient with respect to the shape.
+
+        Args:
+            model: the module.
+            datamodule: the cases are those of its predict split.
+            of: the coefficient, e.g. Cd, Cl, Cd_own.
+            case: one case instead of all.
+            smoothing_length: variations of the derivative shorter than this [m] are smoothed in the picture and in one
+                array of the file; twice the mean width of the model's faces if not given, 0 for none.
+            ckpt_path: a checkpoint file, "best", "last" or "untrained"; the best of the run if not given.
+        """
+        if ckpt_path is not None:
+            load_weights(model, ckpt_path)
+        folder = RunFolder(str(Path(self.default_root_dir).parent), Path(self.default_root_dir).name).sensitivities
+        write_sensitivities(model, datamodule, of, folder, self.strategy.root_device, case, smoothing_length)
 
 
 class GlobeCLI(LightningCLI):
@@ -146,7 +172,8 @@ class GlobeCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """The subcommands and the trainer arguments that are not the user's."""
-        return {**LightningCLI.subcommands(), "prepare": {"model", "datamodule"}}
+        own = {name: {"model", "datamodule"} for name in ("prepare", "sensitivity")}
+        return {**LightningCLI.subcommands(), **own}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run folder and the callbacks that every run has, with their defaults."""
@@ -201,7 +228,8 @@ class GlobeCLI(LightningCLI):
         path = self._resolve_checkpoint(name, config.ckpt_path)
         config.ckpt_path = None if path is None else str(path)
         if path is not None:
-            config.weights_only = True
+            if "weights_only" in config:
+                config.weights_only = True
             try:
                 stored = read_checkpoint(path)["hyper_parameters"]
             except ValueError as error:

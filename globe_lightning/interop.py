@@ -42,8 +42,8 @@ PEER_VERSION = "2.2.2"
 
 PEER_CLASS = {"__name__": "GLOBE", "__module__": "physicsnemo.experimental.models.globe.model"}
 
-OWN_ARGUMENTS = frozenset({"initial_amplitude"})
-"""Arguments of our GLOBE that PhysicsNeMo's lacks; they matter to fresh weights only."""
+OWN_ARGUMENTS = frozenset({"initial_amplitude", "chunk_bytes", "compile", "target_size_weight"})
+"""Arguments of our GLOBE that PhysicsNeMo's lacks. Only the last one changes predictions."""
 
 LARGEST_JSON = 1_000_000  # bytes
 LARGEST = {
@@ -104,7 +104,8 @@ def to_mdlus(model: GLOBE, path: str | Path) -> None:
         path: the file; one that exists is replaced when the new one is complete.
 
     Raises:
-        ValueError: a boundary type or reference length has a name that PhysicsNeMo cannot hold.
+        ValueError: a boundary type or reference length has a name that PhysicsNeMo cannot hold, or the model's opening
+            rule is not PhysicsNeMo's.
     """
     for argument, names in (
         ("boundary_source_data_ranks", model.source_layouts),
@@ -116,6 +117,11 @@ def to_mdlus(model: GLOBE, path: str | Path) -> None:
                 f"{argument}: PhysicsNeMo cannot hold the names {bad} (a dot, or the name of one of torch's own "
                 "methods); train a model with other names"
             )
+    if model.theta > 0 and model.target_size_weight != 1:
+        raise ValueError(
+            f"target_size_weight: PhysicsNeMo's opening rule has the weight 1, this model's "
+            f"{model.target_size_weight}; it would predict something else there"
+        )
     state: dict[str, Tensor] = {}
     for key, value in model.state_dict().items():
         prefix, found, _ = key.partition(".network.combined_mlp.")
@@ -136,12 +142,13 @@ def to_mdlus(model: GLOBE, path: str | Path) -> None:
 
 
 def constructor_arguments(model: GLOBE) -> dict[str, Any]:
-    """The arguments that build a model of this architecture, all but ``initial_amplitude``; plain values."""
+    """The arguments that build a model of this architecture and plan; plain values. Those that change fresh weights,
+    memory or speed are left out.
+    """
     layers: Any = model.kernel_layers
     multiscale = next(iter(layers[0].values()))
     kernel: Kernel = next(iter(multiscale.kernels.values()))
     network = kernel.network
-    pade = isinstance(network, PadeNetwork)
     latents = [*model.latent_layout.scalars, *model.latent_layout.vectors]
     device = model.tree_build_device
     return {
@@ -158,9 +165,10 @@ def constructor_arguments(model: GLOBE) -> dict[str, Any]:
         "hidden_layer_sizes": [linear.out_features for linear in network.perceptron().linears()[:-1]],
         "n_spherical_harmonics": kernel.n_harmonics,
         "theta": model.theta,
+        "target_size_weight": model.target_size_weight,
         "leaf_size": model.leaf_size,
-        "network_type": "pade" if pade else "mlp",
-        "self_regularization_beta": (network.beta or None) if isinstance(network, PadeNetwork) else None,
+        "network_type": "pade" if isinstance(network, PadeNetwork) else "mlp",
+        "self_regularization_beta": network.beta or None,
         "latent_compression_scale": model.latent_compression_scale,
         "expand_far_targets": model.expand_far_targets,
         "use_gradient_checkpointing": model.use_gradient_checkpointing,

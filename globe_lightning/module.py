@@ -27,6 +27,7 @@ from globe_lightning.optim import (
     build_optimizer,
     check_training_arguments,
 )
+from globe_lightning.provenance import provenance
 from globe_lightning.sample import Sample, SampleSchema
 
 MONITOR, MONITOR_MODE = "val/loss", "min"
@@ -70,6 +71,9 @@ SCHEMA_KEY, PROGRESS_KEY = "sample_schema", "training_progress"
 
 GEOMETRY_KEY = "geometry_arguments"
 """Where a checkpoint keeps how its training's data module prepared a case's geometry: {argument: plain value}."""
+
+PROVENANCE_KEY = "provenance"
+"""Where a checkpoint keeps what is known of its training's data and hardware."""
 
 _log = logging.getLogger(__name__)
 
@@ -494,7 +498,7 @@ class GlobeLightningModule(pl.LightningModule):
     # Checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the schema, how a geometry is prepared, as plain values, and what all processes have gathered."""
+        """Store schema, geometry arguments and provenance, as plain values, and what all processes have gathered."""
         checkpoint[SCHEMA_KEY] = self.schema.arguments()
         checkpoint[GEOMETRY_KEY] = self.geometry_arguments
         sums: Any = self.target_variances.sums
@@ -503,6 +507,7 @@ class GlobeLightningModule(pl.LightningModule):
             others: Any = self.all_gather(mine)
             gathered = others.reshape(-1, len(mine))
             checkpoint[PROGRESS_KEY] = {"sums": gathered.cpu(), "skipped_steps": self.skipped_steps}
+            checkpoint[PROVENANCE_KEY] = provenance(self._trainer)
             sums = gathered.sum(dim=0)[-sums.numel() :].reshape(sums.shape).cpu()
         checkpoint["state_dict"]["target_variances.sums"] = sums
 

@@ -31,6 +31,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.predictions = self.path / "predictions"
         self.pictures = self.path / "pictures"
+        self.sensitivities = self.path / "sensitivities"
 
     def require_writable(self) -> None:
         """Create the folder and try to write in it.

@@ -2,9 +2,9 @@
 
 Gradients are exact derivatives of what the network computes while the trees and interaction plans stay as they are:
 a plan is a discrete choice of which faces act together. At ``theta = 0`` there is nothing to choose and they are the
-derivatives of the prediction; at ``theta > 0`` a displacement large enough to change the plan adds a jump of the size
-of the plan's own approximation, which no gradient holds. Weights of a subsampled surface (``measure_weights``) and the
-directions of forces stay fixed too.
+derivatives of the prediction. At ``theta > 0`` (by the pointwise rule of prediction) a displacement large enough to
+change the plan adds a jump of the size of the plan's own approximation, which no gradient holds. Weights of a
+subsampled surface (``measure_weights``) and the directions of forces stay fixed too.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class ShapeSensitivity:
         gradient: (n, D) change of the number per displacement of each point [1/m], float64.
         normals: (n, D) unit normals into the fluid at the points.
         areas: (n,) area (length in 2D) around each point [m^2 or m].
+        resolution: mean width of the faces that act as the model's sources on the body [m].
     """
 
     name: str
@@ -80,6 +81,7 @@ class ShapeSensitivity:
     gradient: Float[Tensor, "n dims"]
     normals: Float[Tensor, "n dims"]
     areas: Float[Tensor, " n"]
+    resolution: float
 
     @property
     def normal_gradient(self) -> Float[Tensor, " n"]:
@@ -90,6 +92,19 @@ class ShapeSensitivity:
         """
         along = (self.gradient * self.normals).sum(dim=1)
         return along / torch.where(self.areas > 0, self.areas, torch.inf)
+
+    def smoothed(self, length: float | None = None) -> Float[Tensor, " n"]:
+        """The normal gradient without variations shorter than a length: what a smooth bump of that width does.
+
+        A model sees a body through its faces; where these are a few drawn from many, the derivative stands at the
+        corners of the drawn ones alone, as needles of either sign. Displacements that are smooth over several faces
+        meet the needles' mean. The integral over the surface is that of :attr:`normal_gradient`.
+
+        Args:
+            length: [m]; None takes twice the :attr:`resolution`, 0 leaves everything.
+        """
+        length = 2 * self.resolution if length is None else length
+        return self.surface.smoothed(self.normal_gradient, self.areas, length)
 
 
 def sensitivity(
@@ -160,7 +175,9 @@ def shape_sensitivity(
     assert partial.prediction_points is not None
     gradient = parts.gradient(partial.prediction_points, partial.boundary_points, partial.area_vectors, partial.areas)
     normals, areas = parts.normals_and_areas()
-    return ShapeSensitivity(partial.name, partial.value, parts.surface, gradient, normals, areas)
+    return ShapeSensitivity(
+        partial.name, partial.value, parts.surface, gradient, normals, areas, parts.resolution(sample)
+    )
 
 
 class _Evaluation:
@@ -195,13 +212,9 @@ class _Evaluation:
         self.force_surface = sample.force_surface
 
     def rows_of(self, of: Objective) -> Tensor:
-        """Rows of the prediction points that the number may depend on.
-
-        At ``theta > 0`` all of them: a point's fields depend a little on the points that share its plan.
-        """
-        every = torch.arange(self.points.shape[0], device=self.points.device)
-        if self.network.theta > 0 or not isinstance(of, str) or self.force_surface is None:
-            return every
+        """Rows of the prediction points that the number may depend on; a point's fields depend on that point alone."""
+        if not isinstance(of, str) or self.force_surface is None:
+            return torch.arange(self.points.shape[0], device=self.points.device)
         return self.force_surface.point_indices.unique()
 
     def fields(self, rows: Tensor) -> dict[str, Tensor]:
@@ -215,7 +228,6 @@ class _Evaluation:
             self.lengths,
             self.conditions,
             self.chunk_size,
-            pointwise=False,  # the rule of the forward pass, which is differentiated below
         ):
             own = rows[first : first + chunk.batch_size[0]]
             first += len(own)
@@ -227,20 +239,25 @@ class _Evaluation:
         """Fill in the derivatives, from those of the number with respect to the fields."""
         device = self.points.device
         active = torch.stack([gradient.reshape(len(gradient), -1).any(dim=1) for gradient in adjoints.values()]).any(0)
-        # With a plan for each chunk of all points, the chunks must stay what they are.
-        rows = active.nonzero().squeeze(1) if self.network.theta == 0 else torch.arange(len(active), device=device)
+        rows = active.nonzero().squeeze(1)
         totals = {key: torch.zeros_like(leaf) for key, leaf in self.leaves.items()}
         of_points = torch.zeros_like(self.points)
-        chunks = self.network._planner(device).chunks(len(rows), self.n_faces, self.chunk_size)
+        planner = self.network._planner(device)
+        kinds = [kind for kind in self.network.source_layouts if kind in self.meshes and self.meshes[kind].n_faces]
+        plans, forest = planner.plan_faces({kind: self.meshes[kind] for kind in kinds})
+        chunks = planner.chunks(len(rows), self.n_faces, self.chunk_size)
         bar = tqdm(total=len(rows), desc=out.name, unit="point", unit_scale=True, leave=False, disable=not progress)
         with bar:
             for first, last in chunks:
                 own = rows[first:last]
-                bar.update(last - first)
-                if not bool(active[own].any()):
-                    continue
+                bar.update(len(own))  # before the work: the bar says what is under way
                 points = self.points.index_select(0, own).requires_grad_()
-                fields = flatten_data(self.network(points, self.meshes, self.lengths, self.conditions, None))
+                # The plan of predict_chunks: each point decides alone which faces act on it as one.
+                plan = planner.plan_points(points.detach(), 0, len(own), forest, True)
+                chunk_plans = replace(plans, prediction=plan)
+                fields = flatten_data(
+                    self.network(points, self.meshes, self.lengths, self.conditions, plans=chunk_plans)
+                )
                 inputs = [points, *self.leaves.values()]
                 found = torch.autograd.grad(
                     [fields[name] for name in adjoints],

@@ -7,13 +7,15 @@ a displacement of the body is one array.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from globe_lightning.mesh import BoundaryMesh
 from globe_lightning.sample import ForceSurface, Sample
 
 LARGEST_MISFIT = 1e-3
@@ -107,6 +109,53 @@ class BodySurface:
         at_points, _ = _units(sums.index_add(0, self.corners, units.index_select(0, faces)))
         means = torch.zeros_like(units).index_add(0, faces, at_points.index_select(0, self.corners))
         return means / self.sizes.unsqueeze(1) * lengths
+
+    @property
+    def triangles(self) -> Int[Tensor, "triangles 3"]:
+        """The polygons as triangles that start at each one's first corner."""
+        counts = self.sizes - 2
+        first = self.offsets[:-1].repeat_interleave(counts)
+        number = torch.arange(len(first), device=first.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        return self.corners[torch.stack([first, first + number + 1, first + number + 2], dim=1)]
+
+    def smoothed(self, values: Float[Tensor, " n"], areas: Float[Tensor, " n"], length: float) -> Float[Tensor, " n"]:
+        """A field on the surface without its variations shorter than a length: ``v - length^2 laplacian(v) = values``.
+
+        The integral over the surface stays. Linear finite elements with lumped areas, conjugate gradients in float64.
+
+        Args:
+            values: at the points.
+            areas: around the points [m or m^2].
+            length: [m]; 0 changes nothing.
+        """
+        if length == 0:
+            return values
+        points = self.points.double()
+        elements = self.corners.reshape(-1, 2) if points.shape[1] == 2 else self.triangles
+        corners = points[elements]
+        # Gradients of the shape functions: of a segment +-1/|e| along it, of a triangle height vectors over 2 A.
+        if points.shape[1] == 2:
+            edge, sizes = _units(corners[:, 1] - corners[:, 0])
+            slopes = torch.stack([-edge, edge], dim=1) / torch.where(sizes > 0, sizes, torch.inf).unsqueeze(-1)
+        else:
+            normal, double = _units(torch.linalg.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0]))
+            opposite = corners.roll(-2, dims=1) - corners.roll(-1, dims=1)
+            slopes = torch.linalg.cross(normal.unsqueeze(1).expand_as(opposite), opposite)
+            slopes = slopes / torch.where(double > 0, double, torch.inf).unsqueeze(-1)
+            sizes = double / 2
+        mass = areas.double()
+        stiffness = length**2 * sizes.unsqueeze(-1) * (slopes @ slopes.transpose(1, 2))
+        used = mass > 0
+        diagonal = torch.zeros_like(mass).index_add(
+            0, elements.reshape(-1), stiffness.diagonal(dim1=1, dim2=2).reshape(-1)
+        )
+        diagonal = torch.where(used, diagonal + mass, 1.0)
+
+        def system(x: Tensor) -> Tensor:
+            parts = (stiffness @ x[elements].unsqueeze(-1)).reshape(-1)
+            return torch.where(used, mass * x, x).index_add(0, elements.reshape(-1), parts)
+
+        return _conjugate_gradients(system, mass * values.double(), diagonal)
 
 
 @dataclass
@@ -236,11 +285,57 @@ class MovingParts:
         (total,) = torch.autograd.grad(outputs, points, gradients)
         return total
 
+    def displace(self, sample: Sample, displacement: Float[Tensor, "n dims"]) -> Sample:
+        """The sample of the body with its points moved; points off the body, weights and truth stay.
+
+        Args:
+            sample: the one that the parts were found in; it is not changed.
+            displacement: of each of the surface's points [m].
+        """
+        like = sample.prediction_points
+        points = self.surface.points.double() + displacement.to(like.device, torch.float64)
+
+        def follow(own: Tensor, rows: Tensor) -> Tensor:
+            moved = points.index_select(0, rows.clamp_min(0)).to(own)
+            return torch.where((rows >= 0).unsqueeze(1), moved, own)
+
+        meshes = {}
+        for kind, mesh in sample.boundary_meshes.items():
+            moved = follow(mesh.points, self.boundary_rows[kind])
+            meshes[kind] = BoundaryMesh(moved, mesh.cells, mesh.cell_data, mesh.measure_weights, mesh.face_positions)
+        asked = self.surface.centers(points).to(like) if self.at_centers else follow(like, self.prediction_rows)
+        surface = self.force_surface
+        if surface is not None:
+            vectors, areas = self.force_geometry(points)
+            areas = surface.areas if areas is None else areas.to(surface.area_vectors)
+            surface = replace(surface, area_vectors=vectors.to(surface.area_vectors), areas=areas)
+        return replace(sample, prediction_points=asked, boundary_meshes=meshes, force_surface=surface)
+
+    def resolution(self, sample: Sample) -> float:
+        """Mean width of the faces on the body [m]: the (D-1)-th root of their mean area, weights included."""
+        meshes = [sample.boundary_meshes[kind] for kind, rows in self.boundary_rows.items() if bool((rows >= 0).any())]
+        mean = sum(float(mesh.areas.sum()) for mesh in meshes) / sum(mesh.n_faces for mesh in meshes)
+        return mean if self.surface.points.shape[1] == 2 else mean**0.5
+
     def normals_and_areas(self) -> tuple[Float[Tensor, "n dims"], Float[Tensor, " n"]]:
         """At each of the surface's points the unit normal into the fluid (0 if undefined) and the area around it."""
         vectors = self.surface.area_vectors(self.surface.points.double()) * self.signs.double().unsqueeze(1)
         shared = self.surface.shares(torch.cat([vectors, _norms(vectors)], dim=1))
         return _units(shared[:, :-1])[0], shared[:, -1]
+
+
+def displaced(sample: Sample, displacement: Float[Tensor, "n dims"], surface: BodySurface | None = None) -> Sample:
+    """The sample of a body whose points are moved, to check a sensitivity or to follow it.
+
+    Args:
+        sample: of the test or predict split; it is not changed.
+        displacement: of each of the surface's points [m].
+        surface: the body; None takes the faces that the sample's forces integrate over, as ``shape_sensitivity`` does.
+
+    Raises:
+        ValueError: of :meth:`BodySurface.of_sample` and :meth:`MovingParts.of`.
+    """
+    return MovingParts.of(sample, surface or BodySurface.of_sample(sample)).displace(sample, displacement)
 
 
 def equal_rows(points: Float[Tensor, "n dims"], others: Float[Tensor, "m dims"]) -> Int[Tensor, " m"]:
@@ -251,6 +346,28 @@ def equal_rows(points: Float[Tensor, "n dims"], others: Float[Tensor, "m dims"])
     first.scatter_reduce_(0, number[:n], torch.arange(n, device=points.device), "amin")
     found = first[number[n:]]
     return torch.where(found < n, found, -1)
+
+
+def _conjugate_gradients(
+    system: Callable[[Tensor], Tensor], right: Tensor, diagonal: Tensor, tolerance: float = 1e-8, steps: int = 2000
+) -> Tensor:
+    """The solution of a symmetric positive definite system, preconditioned with its diagonal."""
+    x = torch.zeros_like(right)
+    residual = right.clone()
+    scaled = residual / diagonal
+    direction, energy = scaled.clone(), residual @ scaled
+    goal = tolerance**2 * energy
+    for _ in range(steps):
+        if not bool(energy > goal):
+            break
+        image = system(direction)
+        step = energy / (direction @ image)
+        x += step * direction
+        residual -= step * image
+        scaled = residual / diagonal
+        before, energy = energy, residual @ scaled
+        direction = scaled + (energy / before) * direction
+    return x
 
 
 def _extent(surface: BodySurface) -> float:

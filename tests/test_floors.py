@@ -28,6 +28,8 @@ FLOORS = {
     "globe_lightning.losses": 2,
     "globe_lightning.metrics": 2,
     "globe_lightning.optim": 2,
+    "globe_lightning.provenance": 2,
+    "globe_lightning.model_card": 2,
     "globe_lightning.surfaces": 2,
     "globe_lightning.sensitivity": 3,
     "globe_lightning.run_folder": 3,

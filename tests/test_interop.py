@@ -121,11 +121,13 @@ def test_the_arguments_rebuild_what_was_declared() -> None:
     assert {name: found[name] for name in config} == config
 
 
-def test_names_that_physicsnemo_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_what_physicsnemo_cannot_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"boundary_source_data_ranks: .*\['keys'\]"):
         to_mdlus(make_model(2, boundary_source_data_ranks={"keys": {}, "wall": {}}), tmp_path / "model.mdlus")
     with pytest.raises(ValueError, match=r"reference_length_names: .*\['a.b'\]"):
         to_mdlus(make_model(2, reference_length_names=["a.b"]), tmp_path / "model.mdlus")
+    with pytest.raises(ValueError, match=r"opening rule has the weight 1, this model's 2\.0"):
+        to_mdlus(make_model(2, theta=1.0, target_size_weight=2.0), tmp_path / "model.mdlus")
     assert not list(tmp_path.iterdir())
 
 
@@ -358,7 +360,7 @@ def test_a_converted_model_is_tested_predicted_and_trained(
 
 
 def test_convert_says_what_it_cannot_do(airfoil_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"convert: expected a \.mdlus file"):
+    with pytest.raises(SystemExit, match=r"convert: expected a \.mdlus or \.ckpt file"):
         main(["convert", str(airfoil_model), str(tmp_path / "x.mdlus")])
     with pytest.raises(SystemExit, match="no such file"):
         main(["convert", str(tmp_path / "no.ckpt"), str(tmp_path / "x.mdlus")])

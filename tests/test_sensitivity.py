@@ -14,8 +14,9 @@ from torch import Tensor
 from globe_lightning import GLOBE, BoundaryMesh, ForceSurface, GlobeLightningModule, Sample
 from globe_lightning.fields import flatten_data
 from globe_lightning.forces import force_coefficients
+from globe_lightning.models.plans import Plans
 from globe_lightning.sensitivity import INPUTS, sensitivity, shape_sensitivity
-from globe_lightning.surfaces import BodySurface, MovingParts, equal_rows
+from globe_lightning.surfaces import BodySurface, MovingParts, displaced, equal_rows
 
 STEP = 1e-5
 
@@ -48,6 +49,14 @@ def made_up(dims: int, n_points: int = 31) -> Sample:
         shear_sign=-1.0,
     )
     return sample_of(case, surface)
+
+
+def plans_of(model: GLOBE, sample: Sample) -> Plans:
+    """The plans of a prediction, in which every point stands for itself."""
+    planner = model._planner(torch.device("cpu"))
+    plans, forest = planner.plan_faces({kind: sample.boundary_meshes[kind] for kind in model.source_layouts})
+    points = sample.prediction_points
+    return replace(plans, prediction=planner.plan_points(points, 0, len(points), forest, True))
 
 
 def values(model: GLOBE, sample: Sample, plans: Any, of: Any) -> float:
@@ -132,7 +141,7 @@ def mean_pressure(fields: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("dims", [2, 3])
 def test_every_input(dims: int, changes: dict[str, Any], of: Any) -> None:
     model, sample = make_model(dims, **changes), made_up(dims)
-    plans = model.build_plans(sample.prediction_points, sample.boundary_meshes, "auto")
+    plans = plans_of(model, sample)
     if model.theta:
         assert plans.communication.uses_source_nodes
     found = sensitivity(model, sample, of)
@@ -157,7 +166,7 @@ def test_every_input(dims: int, changes: dict[str, Any], of: Any) -> None:
 
 def test_single_entries_are_right_too() -> None:
     model, sample = make_model(3, theta=1.0), made_up(3)
-    plans = model.build_plans(sample.prediction_points, sample.boundary_meshes, "auto")
+    plans = plans_of(model, sample)
     gradient = sensitivity(model, sample, "Cd").boundary_points["wall"]
     for row, axis in ((0, 0), (11, 1), (40, 2)):
         change = torch.zeros_like(gradient)
@@ -180,7 +189,7 @@ def test_chunks_are_those_of_prediction(theta: float, tiny_arguments: dict[str, 
 
     for of in ("Cd", weighted):
         found = sensitivity(Module(), sample, of)
-        plans = model.build_plans(sample.prediction_points, sample.boundary_meshes, 13)
+        plans = plans_of(model, sample)
         points = sample.prediction_points.clone().requires_grad_()
         wall = map_mesh(sample.boundary_meshes["wall"], points=sample.boundary_meshes["wall"].points.clone())
         wall.points.requires_grad_()
@@ -319,7 +328,7 @@ def test_the_shape(dims: int, form: str, theta: float) -> None:
     model, sample = make_model(dims, theta=theta), body.sample(body.points)
     surface = BodySurface.of_faces(body.points, body.faces) if form in ("points", "centers") else None
     found = shape_sensitivity(model, sample, "Cd", surface)
-    plans = model.build_plans(sample.prediction_points, sample.boundary_meshes, "auto")
+    plans = plans_of(model, sample)
     assert found.value == pytest.approx(values(model, sample, plans, "Cd"), rel=1e-12)
     generator = torch.Generator().manual_seed(1)
     rows = equal_rows(found.surface.points, body.points)
@@ -329,6 +338,25 @@ def test_the_shape(dims: int, form: str, theta: float) -> None:
         expected = (up - down) / (2 * STEP)
         scale = float(found.gradient.norm() * direction.norm())
         assert float((found.gradient[rows] * direction).sum()) == pytest.approx(expected, abs=1e-7 * scale, rel=1e-5)
+
+
+@pytest.mark.parametrize(("dims", "form"), SHAPES)
+def test_a_displaced_sample_is_that_of_the_displaced_body(dims: int, form: str) -> None:
+    body = make_body(dims, form)
+    sample = body.sample(body.points)
+    surface = BodySurface.of_faces(body.points, body.faces)
+    displacement = 0.05 * torch.randn(
+        body.points.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
+    found, expected = displaced(sample, displacement, surface), body.sample(body.points + displacement)
+    torch.testing.assert_close(found.prediction_points, expected.prediction_points)
+    for kind, mesh in expected.boundary_meshes.items():
+        torch.testing.assert_close(found.boundary_meshes[kind].points, mesh.points)
+    assert found.force_surface is not None and expected.force_surface is not None
+    torch.testing.assert_close(found.force_surface.area_vectors, expected.force_surface.area_vectors)
+    if expected.force_surface.areas is not None:
+        torch.testing.assert_close(found.force_surface.areas, expected.force_surface.areas)
+    assert torch.equal(sample.prediction_points, body.sample(body.points).prediction_points)
 
 
 @pytest.mark.parametrize(("dims", "form"), SHAPES)
@@ -407,3 +435,35 @@ def test_airfoils_of_the_package(force_normals: str, tiny_arguments: dict[str, A
         assert found.value == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert bool(torch.isfinite(found.gradient).all()) and float(found.gradient.norm()) > 0
         assert len(found.surface.points) == len(sample.boundary_meshes["no_slip"].points)
+
+
+# Smoothing
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_smoothing_keeps_the_integral_and_smooth_fields(dims: int) -> None:
+    pv = pytest.importorskip("pyvista")
+    if dims == 2:
+        angle = torch.arange(200, dtype=torch.float64) * (2 * torch.pi / 200)
+        points = torch.stack([angle.cos(), angle.sin()], dim=1)
+        surface = BodySurface.of_faces(points, torch.stack([torch.arange(200), (torch.arange(200) + 1) % 200], dim=1))
+    else:
+        ball = pv.Icosphere(radius=1, nsub=4)
+        points = torch.tensor(ball.points, dtype=torch.float64)
+        surface = BodySurface.of_faces(points, torch.tensor(ball.regular_faces))
+    areas = surface.shares(surface.area_vectors(points).norm(dim=1, keepdim=True)).squeeze(1)
+    noise = torch.randn(len(points), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    smooth = surface.smoothed(noise, areas, 0.3)
+    assert float(smooth @ areas) == pytest.approx(float(noise @ areas), abs=1e-6)
+    assert smooth.std() < 0.4 * noise.std()
+    # z is an eigenfunction of the Laplacian on the unit circle (eigenvalue 1) and sphere (2).
+    z = points[:, -1]
+    torch.testing.assert_close(surface.smoothed(z, areas, 0.5), z / (1 + 0.25 * (dims - 1)), rtol=0, atol=5e-3)
+    assert surface.smoothed(noise, areas, 0) is noise
+
+
+def test_triangles_of_polygons() -> None:
+    surface = BodySurface(
+        torch.zeros(7, 3), torch.tensor([0, 3, 7, 12]), torch.tensor([0, 1, 2, 3, 2, 1, 4, 0, 4, 5, 6, 3])
+    )
+    assert surface.triangles.tolist() == [[0, 1, 2], [3, 2, 1], [3, 1, 4], [0, 4, 5], [0, 5, 6], [0, 6, 3]]

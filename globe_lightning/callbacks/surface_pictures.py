@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -108,9 +110,14 @@ class _Page:
         return self.axes(figure, 0.75, 0.5, self.width - 1.1, self.curve_height - 0.3)
 
 
-def page_cameras(points: np.ndarray, panel_width: float, pixels_per_inch: int) -> dict[str, Camera]:
+def page_cameras(
+    points: np.ndarray,
+    panel_width: float,
+    pixels_per_inch: int,
+    views: Mapping[str, tuple[float, float]] = MappingProxyType(VIEWS),
+) -> dict[str, Camera]:
     """A camera for every view, of one scale: at which the widest fills a panel [inches] with whole pixels."""
-    extents = {label: Camera(*angles).extent(points) for label, angles in VIEWS.items()}
+    extents = {label: Camera(*angles).extent(points) for label, angles in views.items()}
     width = int(panel_width * pixels_per_inch) // SUPERSAMPLING * SUPERSAMPLING
     margin = 0.015 * width
     scale = (width - 2 * margin) / max(*(np.ptp(extent[:, 0]) for extent in extents.values()), 1e-30)
@@ -118,7 +125,7 @@ def page_cameras(points: np.ndarray, panel_width: float, pixels_per_inch: int) -
     for label, (low, high) in extents.items():
         height = int(np.ceil((high[1] - low[1]) * scale + 2 * margin)) // SUPERSAMPLING * SUPERSAMPLING
         origin = ((low[0] + high[0] - width / scale) / 2, low[1] - margin / scale)
-        cameras[label] = Camera(*VIEWS[label], scale, origin, (height, width))
+        cameras[label] = Camera(*views[label], scale, origin, (height, width))
     return cameras
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from datamodules import AirFRANSDataModule, DrivAerMLDataModule
+from globe_lightning.module import NETWORK_ARGUMENTS
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("configs", "datamodules", "globe_lightning", "notebooks", "tests")
@@ -36,7 +37,7 @@ def test_links_lead_somewhere(name: str) -> None:
 
 def test_the_readme_links_to_every_long_page() -> None:
     linked = set(re.findall(r"\]\(([^)#]+\.md)\)", (ROOT / "README.md").read_text(encoding="utf-8")))
-    assert {"datamodules/AIRFRANS.md", "datamodules/DRIVAERML.md"} <= linked
+    assert {"configs/SETTINGS.md", "datamodules/AIRFRANS.md", "datamodules/DRIVAERML.md"} <= linked
 
 
 @pytest.mark.parametrize(("page", "module"), [("AIRFRANS", AirFRANSDataModule), ("DRIVAERML", DrivAerMLDataModule)])
@@ -51,3 +52,10 @@ def test_a_dataset_s_page_names_its_whole_schema(page: str, module: type) -> Non
     ):
         for name in names:
             assert f"`{name}`" in text, f"{page}.md does not name {name}"
+
+
+def test_the_page_of_settings_names_arguments_that_exist() -> None:
+    text = (ROOT / "configs" / "SETTINGS.md").read_text(encoding="utf-8")
+    known = {*NETWORK_ARGUMENTS, "prediction_chunk_size", "pointwise_prediction"}
+    named = set(re.findall(r"`model\.(\w+)`", text))
+    assert named and named <= known, f"SETTINGS.md names {sorted(named - known)}"

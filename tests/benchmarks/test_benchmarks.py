@@ -12,6 +12,7 @@ import measure
 import pytest
 import rules
 import scaling
+import settings
 import torch
 
 from globe_lightning import BoundaryMesh
@@ -94,3 +95,18 @@ def test_a_small_run_of_the_gpu_script(tmp_path: Path) -> None:
     )
     assert [(row["faces"], row["bf16"]) for row in found] == [(96, False), (96, True)]
     assert all(row["step_s"] > 0 for row in found)
+
+
+def test_a_small_table_of_settings(tmp_path: Path) -> None:
+    sizes = ["--counted", "240", "--faces", "96", "--step-faces", "96", "--floor", "2"]
+    sizes += ["--hidden", "4", "--step-hidden", "4"]
+    found = settings.main([*sizes, "--thetas", "1", "--chunks", "1", "--out", str(tmp_path / "settings")])
+    kept, recomputed = (next(r["peak_mb"] for r in found["memory"] if r["checkpointing"] is c) for c in (False, True))
+    assert recomputed < kept
+    of = {(row["rule"], row["leaf_size"]): row for row in found["rules"]}
+    assert of["exact", 1]["a_point"] == 240 + 2 * 8
+    assert of["dual", 1]["a_point"] < of["pointwise", 1]["a_point"] < of["exact", 1]["a_point"]
+    assert of["dual", 1]["a_point"] < of["dual, target weight 2", 1]["a_point"] < of["expanded", 1]["a_point"]
+    single, mixed = (row["error"] for row in found["precision"])
+    assert 0 < single < 1e-3 and single < mixed
+    assert "bf16-mixed" in (tmp_path / "settings.md").read_text(encoding="utf-8")

@@ -38,52 +38,53 @@ def root(tmp_path_factory):
 # One process
 
 
-class Started(pl.Callback):
-    """Tells another process when training starts."""
+class Steps(pl.Callback):
+    """Tells another process how far training is."""
 
-    def __init__(self, event):
-        self.event = event
+    def __init__(self, counter):
+        self.counter = counter
 
-    def on_train_start(self, *args):
-        self.event.set()
+    def on_train_batch_start(self, trainer, *args):
+        self.counter.value = trainer.global_step
 
 
-def _run_of_sixty_steps(root, folder, started):
+def _run_of_sixty_steps(root, folder, counter):
     torch.set_num_threads(1)
-    fit(root, folder, Started(started), max_epochs=10, checkpoint={"last_every_n_steps": 1, "save_top_k": 2})
+    fit(root, folder, Steps(counter), max_epochs=10, checkpoint={"last_every_n_steps": 1, "save_top_k": 2})
 
 
 def test_thirty_kills_at_random_moments(root, tmp_path):
     context, moments = mp.get_context("fork"), random.Random(0)
+    counter = context.Value("i", -1)
 
     def start(folder):
-        started = context.Event()
-        process = context.Process(target=_run_of_sixty_steps, args=(root, folder, started))
+        counter.value = -1
+        process = context.Process(target=_run_of_sixty_steps, args=(root, folder, counter))
         process.start()
-        assert started.wait(300)
         return process
 
-    before = time.monotonic()
     process = start(tmp_path / "straight")
+    while counter.value < 1:
+        time.sleep(0.001)
+    before = time.monotonic()
     process.join()
     assert process.exitcode == 0
-    step_seconds = (time.monotonic() - before) / 60
-    kills, steps = 0, [0]
-    while kills < 200:
+    step_seconds = (time.monotonic() - before) / 59
+    lost = []
+    for step in sorted(moments.sample(range(58), 30)):
         process = start(tmp_path / "killed")
-        # Longer where it would not get on: a validation takes many steps' time.
-        tries = steps[-10:].count(steps[-1])
-        process.join(moments.uniform(0, 1 + tries) * step_seconds)
-        if process.exitcode is None:
-            os.kill(process.pid, signal.SIGKILL)
-            process.join()
-        if process.exitcode == 0:
-            break
-        kills += 1
+        while process.is_alive() and counter.value < step:
+            time.sleep(0.001)
+        process.join(moments.uniform(0, step_seconds))
+        assert process.exitcode is None, "killed before its end"
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
         last = tmp_path / "killed" / "run" / "checkpoints" / "last.ckpt"
-        steps.append(torch.load(last, weights_only=True)["global_step"] if last.is_file() else 0)
-    print(f"{kills} kills, resumable at steps {steps}")
-    assert kills >= 30 and process.exitcode == 0
+        lost.append(counter.value - (torch.load(last, weights_only=True)["global_step"] if last.is_file() else 0))
+    process = start(tmp_path / "killed")
+    process.join()
+    print(f"30 kills; steps lost {lost}")
+    assert process.exitcode == 0
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
 
 

@@ -42,7 +42,7 @@ PEER_VERSION = "2.2.2"
 
 PEER_CLASS = {"__name__": "GLOBE", "__module__": "physicsnemo.experimental.models.globe.model"}
 
-OWN_ARGUMENTS = frozenset({"initial_amplitude", "chunk_bytes", "compile", "target_size_weight"})
+OWN_ARGUMENTS = frozenset({"initial_amplitude", "chunk_bytes", "compile", "target_size_weight", "far_field_order"})
 """Arguments of our GLOBE that PhysicsNeMo's lacks. Only the last one changes predictions."""
 
 LARGEST_JSON = 1_000_000  # bytes
@@ -122,6 +122,11 @@ def to_mdlus(model: GLOBE, path: str | Path) -> None:
             f"target_size_weight: PhysicsNeMo's opening rule has the weight 1, this model's "
             f"{model.target_size_weight}; it would predict something else there"
         )
+    if model.theta > 0 and model.far_field_order:
+        raise ValueError(
+            f"far_field_order: PhysicsNeMo's far field is of order 0, this model's of order {model.far_field_order}; "
+            "it would predict something else there"
+        )
     state: dict[str, Tensor] = {}
     for key, value in model.state_dict().items():
         prefix, found, _ = key.partition(".network.combined_mlp.")
@@ -171,6 +176,7 @@ def constructor_arguments(model: GLOBE) -> dict[str, Any]:
         "self_regularization_beta": network.beta or None,
         "latent_compression_scale": model.latent_compression_scale,
         "expand_far_targets": model.expand_far_targets,
+        "far_field_order": model.far_field_order,
         "use_gradient_checkpointing": model.use_gradient_checkpointing,
         "tree_build_device": None if device is None else str(device),
     }

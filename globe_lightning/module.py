@@ -58,6 +58,7 @@ NETWORK_ARGUMENTS = (
     "self_regularization_beta",
     "latent_compression_scale",
     "expand_far_targets",
+    "far_field_order",
     "use_gradient_checkpointing",
     "tree_build_device",
     "initial_amplitude",
@@ -104,6 +105,7 @@ class GlobeLightningModule(pl.LightningModule):
         self_regularization_beta: bounds the rational network's outputs by 1/beta; None for no bound.
         latent_compression_scale: where latents and strengths bend from linear to logarithmic; None for nowhere.
         expand_far_targets: evaluate each target of a far pair by itself.
+        far_field_order: 0: a far pair acts on all targets of a node alike; 1: by an affine field over the node.
         use_gradient_checkpointing: recompute kernels in the backward pass instead of storing them.
         tree_build_device: where trees and plans are built, "cpu" or "cuda"; None where the sample is.
         initial_amplitude: size of a fresh Pade kernel's outputs; about one over the sum of the face areas, over the
@@ -154,6 +156,7 @@ class GlobeLightningModule(pl.LightningModule):
         self_regularization_beta: float | None = None,
         latent_compression_scale: float | None = None,
         expand_far_targets: bool = False,
+        far_field_order: int = 0,
         use_gradient_checkpointing: bool = True,
         tree_build_device: str | None = None,
         initial_amplitude: float = 1.0,

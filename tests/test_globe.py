@@ -509,6 +509,11 @@ def test_state_survives_a_file_and_a_copy() -> None:
         ({"n_spherical_harmonics": -1}, "n_spherical_harmonics: expected >= 0"),
         ({"theta": -0.5}, "theta: expected >= 0, found -0.5"),
         ({"theta": float("nan")}, "theta: expected >= 0, found nan"),
+        ({"far_field_order": 2}, "far_field_order: expected 0 or 1, found 2"),
+        (
+            {"far_field_order": 1, "expand_far_targets": True},
+            "far_field_order: expected 0 with expand_far_targets: true",
+        ),
         ({"leaf_size": 0}, "leaf_size: expected >= 1, found 0"),
         ({"network_type": "kan"}, 'network_type: expected "pade" or "mlp", found \'kan\''),
         ({"self_regularization_beta": -1.0}, "self_regularization_beta: expected None or >= 0, found -1.0"),

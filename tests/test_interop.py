@@ -128,6 +128,10 @@ def test_what_physicsnemo_cannot_hold_is_refused(tmp_path: Path) -> None:
         to_mdlus(make_model(2, reference_length_names=["a.b"]), tmp_path / "model.mdlus")
     with pytest.raises(ValueError, match=r"opening rule has the weight 1, this model's 2\.0"):
         to_mdlus(make_model(2, theta=1.0, target_size_weight=2.0), tmp_path / "model.mdlus")
+    with pytest.raises(
+        ValueError, match="far_field_order: PhysicsNeMo's far field is of order 0, this model's of order 1"
+    ):
+        to_mdlus(make_model(2, theta=1.0, far_field_order=1), tmp_path / "model.mdlus")
     assert not list(tmp_path.iterdir())
 
 

@@ -135,8 +135,9 @@ def mean_pressure(fields: dict[str, Tensor]) -> Tensor:
         {"theta": 0.0},
         {"theta": 1.0, "leaf_size": 2},
         {"theta": 1.0, "expand_far_targets": True},
+        {"theta": 1.0, "leaf_size": 2, "far_field_order": 1},
     ],
-    ids=["exact", "tree", "expanded"],
+    ids=["exact", "tree", "expanded", "first order"],
 )
 @pytest.mark.parametrize("dims", [2, 3])
 def test_every_input(dims: int, changes: dict[str, Any], of: Any) -> None:

@@ -14,6 +14,7 @@ from globe_lightning.mesh import BoundaryMesh
 from globe_lightning.models.plans import Plans
 from globe_lightning.tree.plan import InteractionPlan
 from globe_lightning.tree.prefix_sums import range_means
+from globe_lightning.tree.proxies import Proxies
 
 
 @dataclass
@@ -96,6 +97,54 @@ def sort_boundaries(
     return out
 
 
+@dataclass
+class Targets:
+    """Where the targets of a plan stand.
+
+    Attributes:
+        tables: for each source tree the target rows [points | nodes | groups] (D, rows) [m]: the mean point of a node
+            depends on whether it belongs to the same boundary; proxy points do not.
+        points: (n, D) [m].
+        proxies: of the target nodes, in a far field of first order; they follow from the plan alone.
+    """
+
+    tables: list[Float[Tensor, "dims rows"]]
+    points: Float[Tensor, "n dims"]
+    proxies: Proxies | None
+
+
+def point_targets(plan: InteractionPlan, points: Float[Tensor, "n dims"], n_trees: int) -> Targets:
+    """A chunk's sorted points as targets of a forest of so many source trees."""
+    if plan.n_proxies > 1:
+        return _proxy_targets(plan, points, n_trees)
+    return Targets([_with_groups(plan, points, _means(plan, points))] * n_trees, points, None)
+
+
+def face_targets(plans: Plans, boundaries: list[Boundary]) -> Targets:
+    """The faces of all types as targets of all: nodes of the source's type stand at their weighted centroids."""
+    plan = plans.communication
+    points = torch.cat([boundary.positions for boundary in boundaries])
+    if plan.n_proxies > 1:
+        return _proxy_targets(plan, points, len(boundaries))
+    nodes = _means(plan, points)
+    tables = []
+    for source in boundaries:
+        own = nodes
+        if nodes.shape[0]:
+            first, last = source.first_node, source.first_node + source.n_nodes
+            own = torch.cat([nodes[:first], source.node_positions, nodes[last:]])
+        tables.append(_with_groups(plan, points, own))
+    return Targets(tables, points, None)
+
+
+def _proxy_targets(plan: InteractionPlan, points: Tensor, n_trees: int) -> Targets:
+    assert plan.boxes is not None, "plans of proxy points hold boxes"
+    proxies = Proxies.of(plan.boxes)
+    at = proxies.points.to(points.dtype)
+    table = torch.cat([points, at.flatten(0, 1), at.index_select(0, plan.group_nodes).flatten(0, 1)])
+    return Targets([table.t().contiguous()] * n_trees, points, proxies)
+
+
 def _with_groups(plan: InteractionPlan, points: Tensor, nodes: Tensor) -> Tensor:
     """A target table (D, [points | nodes | groups]); a group stands at its leaf's mean point."""
     parts = [points]
@@ -111,18 +160,3 @@ def _means(plan: InteractionPlan, points: Tensor) -> Tensor:
     if not (plan.uses_target_nodes or plan.n_groups):
         return points[:0]
     return range_means(points, torch.ones_like(points[:, 0]), plan.node_start, plan.node_end)
-
-
-def point_table(plan: InteractionPlan, points: Float[Tensor, "n dims"]) -> Float[Tensor, "dims rows"]:
-    """A chunk's sorted points as targets: (D, [points | nodes | groups])."""
-    return _with_groups(plan, points, _means(plan, points))
-
-
-def face_table(plans: Plans, boundaries: list[Boundary], source: Boundary) -> Tensor:
-    """The faces of all types as targets of one: nodes of its own type stand at their weighted centroids."""
-    points = torch.cat([boundary.positions for boundary in boundaries])
-    nodes = _means(plans.communication, points)
-    if nodes.shape[0]:
-        first, last = source.first_node, source.first_node + source.n_nodes
-        nodes = torch.cat([nodes[:first], source.node_positions, nodes[last:]])
-    return _with_groups(plans.communication, points, nodes)

@@ -13,11 +13,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from globe_lightning.memory import pairs_per_chunk
+from globe_lightning.models.boundaries import Targets
 from globe_lightning.models.multiscale import SourceTable
 from globe_lightning.models.pair_functions import PairFunctions, pair_functions
 from globe_lightning.models.pairs import KernelShape, Values, Weights
 from globe_lightning.tree.plan import DenseBlock, IndexedBlock, InteractionPlan
 from globe_lightning.tree.prefix_sums import push_down
+from globe_lightning.tree.proxies import Proxies
 
 # More chunks in flight than this would gain little and cost a set of buffers each.
 MAX_WORKERS = 8
@@ -37,7 +39,7 @@ class Job:
 
 def evaluate_plan(
     plan: InteractionPlan,
-    target_positions: list[Float[Tensor, "dims targets"]],
+    targets: Targets,
     tables: Sequence[SourceTable],
     n_columns: int,
     smoothing_radius: Float[Tensor, ""],
@@ -52,8 +54,7 @@ def evaluate_plan(
 
     Args:
         plan: of targets and the trees of all boundary types.
-        target_positions: for each source tree the target table [points | nodes | groups] (the mean point of a node
-            depends on whether it belongs to the same boundary).
+        targets: where they stand.
         tables: for each source tree its sources.
         n_columns: packed output columns.
         smoothing_radius: eps of all magnitudes, in the precision of the geometry.
@@ -64,10 +65,10 @@ def evaluate_plan(
     Returns:
         The summed contributions at the target points (points, columns), in the precision of the geometry.
     """
-    like = target_positions[0]
+    like = targets.points
     inputs = [
         [positions, table.positions, table.features, table.hidden, table.inverse_length, *table.weights.flat()]
-        for positions, table in zip(target_positions, tables, strict=True)
+        for positions, table in zip(targets.tables, tables, strict=True)
     ]
     flat = [tensor for tensors in inputs for tensor in tensors]
     graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in flat)
@@ -88,7 +89,7 @@ def evaluate_plan(
         compiled,
         graph and not use_checkpointing,
     )
-    return _hand_down(plan, _PlanSum.apply(work, *flat).t())
+    return _hand_down(plan, targets, _PlanSum.apply(work, *flat).t())
 
 
 @dataclass(frozen=True)
@@ -297,13 +298,39 @@ def bytes_per_pair(table: SourceTable, itemsize: int, with_gradient: bool) -> in
     return (size * shape.n_branches + 3 * shape.n_features + 3 * one) * itemsize
 
 
-def _hand_down(plan: InteractionPlan, buffer: Tensor) -> Tensor:
+def _hand_down(plan: InteractionPlan, targets: Targets, buffer: Tensor) -> Tensor:
     """Add what nodes and groups received to their points."""
     out = buffer[: plan.n_points]
+    if targets.proxies is not None:
+        return out + _affine_fields(plan, targets, targets.proxies, buffer).to(out.dtype)
     if plan.uses_target_nodes:
         nodes = buffer[plan.n_points : plan.first_group]
         out = (out + push_down(nodes, plan.node_start, plan.node_end, plan.n_points)).to(buffer.dtype)
     if plan.n_groups:
         groups, points = plan.members
         out = out.index_add(0, points, buffer[plan.first_group :].index_select(0, groups))
+    return out
+
+
+def _affine_fields(plan: InteractionPlan, targets: Targets, proxies: Proxies, buffer: Tensor) -> Tensor:
+    """At every point the affine fields of all nodes and groups that it belongs to, as float64 (points, columns)."""
+    x = targets.points.to(torch.float64)
+
+    def packed(proxies: Proxies, first: int, last: int) -> Tensor:
+        """Constants and slopes of nodes side by side (nodes, (1 + D) columns)."""
+        constants, slopes = proxies.affine(buffer[first:last].t().unflatten(1, (-1, plan.n_proxies)))
+        return torch.cat([constants.unsqueeze(0), slopes]).flatten(0, 1).t()
+
+    def at(x: Tensor, fields: Tensor) -> Tensor:
+        constants, *slopes = fields.chunk(1 + x.shape[1], dim=1)
+        for slope, coordinate in zip(slopes, x.unbind(1), strict=True):
+            constants = torch.addcmul(constants, slope, coordinate.unsqueeze(1))
+        return constants
+
+    nodes = packed(proxies, plan.n_points, plan.first_group)
+    out = at(x, push_down(nodes, plan.node_start, plan.node_end, plan.n_points))
+    if plan.n_groups:
+        groups, points = plan.members
+        fields = packed(proxies.select(plan.group_nodes), plan.first_group, plan.n_rows)
+        out = out.index_add(0, points, at(x.index_select(0, points), fields.index_select(0, groups)))
     return out

@@ -64,6 +64,7 @@ class Planner:
         leaf_size: largest number of points of a leaf.
         expand_far_targets: evaluate far pairs at every target.
         target_size_weight: of D_T in the opening rule.
+        far_field_order: of the field of a far pair over its target node.
         build_device: where trees and plans are built.
         device: where they are used.
         dtype: precision of the geometry.
@@ -73,6 +74,7 @@ class Planner:
     leaf_size: int
     expand_far_targets: bool
     target_size_weight: float
+    far_field_order: int
     build_device: torch.device
     device: torch.device
     dtype: torch.dtype
@@ -92,9 +94,7 @@ class Planner:
             chunks = [points[low:high] for low, high in self.chunks(len(points), n_faces, requested)]
             both = build_forest([*faces, *chunks], self.leaf_size)
             forest = both.leading(len(faces))
-            communication, prediction = build_plans(
-                both, [len(faces), len(chunks)], forest, self.theta, self.expand_far_targets, self.target_size_weight
-            )
+            communication, prediction = build_plans(both, [len(faces), len(chunks)], forest, *self._rule)
             order = both.order[n_faces:] - n_faces
         own = PredictionPlan(0, len(points), order.to(self.device), prediction.to(self.device))
         return Plans(list(boundary_meshes), forest.to(self.device), communication.to(self.device), own)
@@ -104,7 +104,7 @@ class Planner:
         """Plans without those of prediction points, and the forest of all faces where plans are built."""
         with torch.autocast(self.device.type, enabled=False):
             forest = build_forest(self._positions(boundary_meshes), self.leaf_size)
-            plan = build_plan(forest, forest, self.theta, self.expand_far_targets, self.target_size_weight)
+            plan = build_plan(forest, forest, *self._rule)
         return Plans(list(boundary_meshes), forest.to(self.device), plan.to(self.device), None), forest
 
     @torch.no_grad()
@@ -127,8 +127,12 @@ class Planner:
             else:
                 tree = build_forest([own], self.leaf_size)
                 order = tree.order
-                plan = build_plan(tree, forest, self.theta, self.expand_far_targets, self.target_size_weight)
+                plan = build_plan(tree, forest, *self._rule)
         return PredictionPlan(first, last, order.to(self.device), plan.to(self.device))
+
+    @property
+    def _rule(self) -> tuple[float, bool, float, int]:
+        return self.theta, self.expand_far_targets, self.target_size_weight, self.far_field_order
 
     def _positions(self, boundary_meshes: Mapping[str, BoundaryMesh]) -> list[Tensor]:
         return [mesh.to(dtype=self.dtype).positions.to(self.build_device) for mesh in boundary_meshes.values()]

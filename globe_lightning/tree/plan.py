@@ -14,6 +14,10 @@ far, far        node                      node
 
 A group is the part of a target leaf whose points did not take a source leaf as a whole; it is evaluated at the
 leaf's mean point. What nodes and groups receive is handed to their points afterwards.
+
+In a far field of first order a node is evaluated at several proxy points instead of its mean point, and a group at
+those of its leaf (see ``proxies``): every such pair stands there once for each proxy point, each of which is a target
+row. A node of no more points than proxies is evaluated at its points.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from torch import Tensor
 
 from globe_lightning.tree.cluster_tree import ClusterForest
 from globe_lightning.tree.leaf_pairs import LeafPairs, open_leaf_pairs
-from globe_lightning.tree.traversal import expand_nodes, traverse
+from globe_lightning.tree.traversal import expand_nodes, expand_rows, traverse
 
 
 @dataclass
@@ -196,6 +200,8 @@ class InteractionPlan:
         uses_target_nodes, uses_source_nodes: whether any pair refers to them.
         group_nodes: target leaf of each group, int64 (n_groups,).
         members: (group, target point) of every member of a group, int64 (2, n_members).
+        n_proxies: target rows of each node and each group, side by side.
+        boxes: lower and upper corners of the target nodes' boxes [m] (2 D, n_nodes), if there are proxies.
     """
 
     pairs: list[IndexedPairs | AllPairs]
@@ -207,6 +213,8 @@ class InteractionPlan:
     uses_source_nodes: bool
     group_nodes: Int[Tensor, " groups"]
     members: Int[Tensor, "2 members"]
+    n_proxies: int = 1
+    boxes: Float[Tensor, "two_dims nodes"] | None = None
     n_groups: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -220,12 +228,12 @@ class InteractionPlan:
     @property
     def n_rows(self) -> int:
         """Rows of the accumulation buffer."""
-        return self.n_points + (self.n_nodes if self.uses_target_nodes else 0) + self.n_groups
+        return self.first_group + self.n_groups * self.n_proxies
 
     @property
     def first_group(self) -> int:
         """Row of the first group."""
-        return self.n_points + (self.n_nodes if self.uses_target_nodes else 0)
+        return self.n_points + (self.n_nodes * self.n_proxies if self.uses_target_nodes else 0)
 
     def to(self, device: torch.device | str) -> InteractionPlan:
         """The same plan on a device."""
@@ -239,6 +247,8 @@ class InteractionPlan:
             self.uses_source_nodes,
             self.group_nodes.to(device),
             self.members.to(device),
+            self.n_proxies,
+            None if self.boxes is None else self.boxes.to(device),
         )
 
 
@@ -249,6 +259,7 @@ def build_plan(
     theta: float,
     expand_far_targets: bool = False,
     target_size_weight: float = 1.0,
+    far_field_order: int = 0,
 ) -> InteractionPlan:
     """Plan every interaction of two forests so that each (target, source) combination is covered exactly once.
 
@@ -257,9 +268,10 @@ def build_plan(
         theta: opening angle; 0 makes everything exact.
         expand_far_targets: evaluate far pairs at every target of the node instead of once at its mean point.
         target_size_weight: of D_T in the opening rule, see :func:`traverse`.
+        far_field_order: 0 to evaluate far pairs at the mean point of the target node, 1 at its proxy points.
     """
     parts = [targets.n_trees]
-    return build_plans(targets, parts, sources, theta, expand_far_targets, target_size_weight)[0]
+    return build_plans(targets, parts, sources, theta, expand_far_targets, target_size_weight, far_field_order)[0]
 
 
 @torch.no_grad()
@@ -270,13 +282,14 @@ def build_plans(
     theta: float,
     expand_far_targets: bool = False,
     target_size_weight: float = 1.0,
+    far_field_order: int = 0,
 ) -> list[InteractionPlan]:
     """One traversal for several target forests that stand side by side in one: a plan for each.
 
     Args:
         targets: all target trees.
         parts: number of trees of each target forest; they sum to ``targets.n_trees``.
-        sources, theta, expand_far_targets, target_size_weight: see :func:`build_plan`.
+        sources, theta, expand_far_targets, target_size_weight, far_field_order: see :func:`build_plan`.
 
     Data-dependent operations: one a level of the traversal and at most four.
     """
@@ -284,6 +297,7 @@ def build_plans(
     if theta == 0 or not targets.roots or not sources.roots:
         sizes = np.diff([targets.point_offsets[bound] for bound in bounds]).tolist()
         return [exact_plan(size, sources) for size in sizes]
+    n_proxies = targets.points.shape[1] + 1 if far_field_order else 1
     found = traverse(targets, sources, theta, target_size_weight)
     part_of_tree = np.repeat(np.arange(len(parts)), parts)
     part_of_node = _per_node(targets, part_of_tree)
@@ -293,16 +307,40 @@ def build_plans(
         rows, rank = expand_nodes(targets, far_t)
         far_t = targets.start.index_select(0, far_t).index_select(0, rows) + rank
         far_s = far_s.index_select(0, rows)
+    elif n_proxies > 1:
+        far_t, far_s = _at_proxies(targets, far_t, far_s, n_proxies)
     else:
         far_t = far_t + targets.n_points
     # Rows of all parts and trees at first: points, then nodes, then groups.
-    first_group = targets.n_points + targets.n_nodes
-    pair_targets = torch.cat([near.nn_targets, near.nf_targets, near.fn_groups + first_group, far_t])
+    first_group = targets.n_points + targets.n_nodes * n_proxies
+    fn_targets = _repeated(near.fn_groups * n_proxies + first_group, n_proxies)
+    pair_targets = torch.cat([near.nn_targets, near.nf_targets, fn_targets, far_t])
+    fn_sources = near.fn_sources.repeat_interleave(n_proxies) if n_proxies > 1 else near.fn_sources
     pair_sources = torch.cat(
-        [near.nn_sources, near.nf_sources + sources.n_points, near.fn_sources, far_s + sources.n_points]
+        [near.nn_sources, near.nf_sources + sources.n_points, fn_sources, far_s + sources.n_points]
     )
-    part_of_row = torch.cat([_per_point(targets, part_of_tree), part_of_node, part_of_node[near.group_nodes]])
-    return _split(targets, bounds, sources, pair_targets, pair_sources, part_of_row, near, not expand_far_targets)
+    part_of_row = torch.cat([part_of_node, part_of_node[near.group_nodes]])
+    if n_proxies > 1:
+        part_of_row = part_of_row.repeat_interleave(n_proxies)
+    part_of_row = torch.cat([_per_point(targets, part_of_tree), part_of_row])
+    uses_target_nodes = not expand_far_targets
+    return _split(targets, bounds, sources, pair_targets, pair_sources, part_of_row, near, uses_target_nodes, n_proxies)
+
+
+def _at_proxies(targets: ClusterForest, far_t: Tensor, far_s: Tensor, n_proxies: int) -> tuple[Tensor, Tensor]:
+    """Target and source rows of far pairs: every proxy point or, of a small node, every point. One device sync."""
+    start = targets.start.index_select(0, far_t)
+    counts = targets.end.index_select(0, far_t) - start
+    small = counts <= n_proxies
+    counts.clamp_max_(n_proxies)
+    rows, rank = expand_rows(counts, int(counts.sum()))
+    first = torch.where(small, start, far_t * n_proxies + targets.n_points)
+    return first.index_select(0, rows) + rank, far_s.index_select(0, rows)
+
+
+def _repeated(first: Tensor, n: int) -> Tensor:
+    """Each row and the n - 1 that follow it."""
+    return (first.unsqueeze(1) + torch.arange(n, device=first.device)).flatten() if n > 1 else first
 
 
 def exact_plan(n_points: int, sources: ClusterForest) -> InteractionPlan:
@@ -321,6 +359,7 @@ class _Part:
         self.first_node, last_node = forest.node_offsets[low], forest.node_offsets[high]
         self.n_points, self.n_nodes = last_point - self.first_point, last_node - self.first_node
         nodes = slice(self.first_node, last_node)
+        self.boxes = forest.boxes[:-2, nodes]
         self.start, self.end = (
             own - self.first_point if self.first_point else own for own in (forest.start[nodes], forest.end[nodes])
         )
@@ -381,6 +420,7 @@ def _split(
     part_of_row: Tensor,
     near: LeafPairs,
     uses_target_nodes: bool,
+    n_proxies: int,
 ) -> list[InteractionPlan]:
     """Sort all pairs by target part and source tree; number rows within each part's and each tree's own table."""
     n_parts, n_trees = len(bounds) - 1, sources.n_trees
@@ -389,7 +429,7 @@ def _split(
     tree_of_row, local_sources = _source_rows(sources)
     key = part_of_row.index_select(0, pair_targets).mul_(n_trees).add_(tree_of_row.index_select(0, pair_sources))
     key, order = torch.sort(key, stable=True)
-    part_of_group = part_of_row[targets.n_points + targets.n_nodes :]
+    part_of_group = part_of_row[targets.n_points + targets.n_nodes * n_proxies :: n_proxies].contiguous()
     # All lists stand sorted by part: where each begins and ends, in one read from the device.
     group_cuts = _cuts(part_of_group, n_parts)
     member_cuts = torch.searchsorted(near.members[0], group_cuts)
@@ -400,10 +440,10 @@ def _split(
     member_bounds = [0, *cuts[n_pair_cuts + n_parts - 1 :], near.members.shape[1]]
 
     rows = [np.arange(part.n_points) for part in own]
-    rows += [np.arange(part.n_points, part.n_points + part.n_nodes) for part in own]
+    rows += [np.arange(part.n_points, part.n_points + part.n_nodes * n_proxies) for part in own]
     for part, (low, high) in zip(own, itertools.pairwise(group_bounds), strict=True):
-        first = part.n_points + (part.n_nodes if uses_target_nodes else 0)
-        rows.append(np.arange(first, first + high - low))
+        first = part.n_points + (part.n_nodes * n_proxies if uses_target_nodes else 0)
+        rows.append(np.arange(first, first + (high - low) * n_proxies))
     local_targets = torch.from_numpy(np.concatenate(rows).astype(np.int32)).to(device, non_blocking=True)
     pair_targets = local_targets.index_select(0, pair_targets.index_select(0, order))
     pair_sources = local_sources.index_select(0, pair_sources.index_select(0, order))
@@ -427,6 +467,8 @@ def _split(
                 True,
                 near.group_nodes[groups] - part.first_node,
                 torch.stack([of_members - groups.start, points - part.first_point]),
+                n_proxies,
+                part.boxes if n_proxies > 1 else None,
             )
         )
     return plans

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pyvista as pv
 
-from datamodules import airfoil_shape, airfrans_source, body_shape, drivaerml_source
+from datamodules import airfoil_shape, airfrans_source, body_shape, drivaerml_source, polygons
 from datamodules.airfrans import AirFRANSDataModule
 from datamodules.base import MeshDataModule, require_choice
 from datamodules.dataset import Draws
 from datamodules.drivaerml import DrivAerMLDataModule
 from datamodules.probes import Probes, airfoil_grid, inside_body, inside_outline
 from datamodules.shape_report import ShapeReport
+from datamodules.vtk_io import polygon_corners
 from globe_lightning.sample import Sample
 
 LENGTH_OF_CAR = 0.604  # of DrivAer's wheelbase, the reference length, to its length
@@ -36,12 +37,14 @@ class Shape:
         body: an outline (n, 2) of an airfoil, or the surface of a car.
         report: what was found.
         grid: points around an airfoil, made once.
+        frontal_area: of a car [m^2].
     """
 
     name: str
     body: Any
     report: ShapeReport
     grid: Probes | None = None
+    frontal_area: float | None = None
 
 
 class Flow(ABC):
@@ -199,8 +202,23 @@ class CarFlow(Flow):
         "U_inf": f"speed of the car [m/s], {drivaerml_source.U_INF} if not given",
         "nu": f"kinematic viscosity [m^2/s], {drivaerml_source.NU} if not given",
         "L_ref": f"reference length, the wheelbase [m], {LENGTH_OF_CAR} of the car's length if not given",
-        "A_ref": "the car's own frontal area [m^2]; coefficients are also referred to it, beside 2.17 m^2",
+        "A_ref": "reference area of the coefficients named _own [m^2], the car's frontal area if not given",
     }
+
+    def shape(self, geometry: Any, name: str, options: Mapping[str, Any], report: ShapeReport) -> Shape:
+        """Read and examine a car, and find its frontal area: that of its shadow along the flow."""
+        shape = super().shape(geometry, name, options, report)
+        mesh = shape.body
+        _, triangles = polygons.fans(*polygon_corners(mesh, report.shape))
+        shape.frontal_area = polygons.shadow_area(np.asarray(mesh.points), triangles)
+        constant, length = drivaerml_source.REFERENCE_AREA, _wheelbase(mesh)
+        report.note(
+            "area",
+            f"frontal area {shape.frontal_area:.4f} m^2; coefficients named _own refer to it (A_ref sets another), the "
+            f"others to {constant} m^2",
+        )
+        report.note("length", f"reference length {length:.4f} m, {LENGTH_OF_CAR} of the whole (L_ref sets another)")
+        return shape
 
     def _examine(self, geometry: Any, report: ShapeReport, options: Mapping[str, Any]) -> pv.PolyData:
         if isinstance(geometry, Path):
@@ -216,8 +234,9 @@ class CarFlow(Flow):
     ) -> tuple[Sample, pv.DataSet]:
         """The points of the surface (or the middles of its faces), and the surface."""
         mesh = shape.body
-        length = conditions.get("L_ref", LENGTH_OF_CAR * (mesh.bounds[1] - mesh.bounds[0]))
-        arrays = body_shape.body_arrays(mesh, shape.name, float(length), conditions.get("A_ref"))
+        length = conditions.get("L_ref", _wheelbase(mesh))
+        own_area = conditions.get("A_ref", shape.frontal_area)
+        arrays = body_shape.body_arrays(mesh, shape.name, float(length), own_area)
         kept = ("targets", "n_boundary_faces", "n_floor_cells", "orientation")
         source = drivaerml_source.DrivAerMLSource(".", **{key: options[key] for key in kept if key in options})
         source.speed = conditions.get("U_inf", drivaerml_source.U_INF)
@@ -233,6 +252,11 @@ class CarFlow(Flow):
     def inside(self, shape: Shape, points: np.ndarray) -> np.ndarray:
         """Whether points are inside the surface; of an open one VTK's best guess."""
         return inside_body(points, shape.body)
+
+
+def _wheelbase(mesh: pv.PolyData) -> float:
+    """The reference length of a car as its length suggests it [m]."""
+    return LENGTH_OF_CAR * (mesh.bounds[1] - mesh.bounds[0])
 
 
 FLOWS: dict[str, Flow] = {flow.name: flow for flow in (AirfoilFlow(), CarFlow())}

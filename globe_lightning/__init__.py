@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from globe_lightning.callbacks.pictures import PictureWriter
     from globe_lightning.callbacks.predictions import PredictionWriter
+    from globe_lightning.callbacks.sensitivities import draw_sensitivity, surface_of
+    from globe_lightning.forces import force_coefficients
     from globe_lightning.geometry import ShapePrediction, predict_geometry
     from globe_lightning.mesh import BoundaryMesh
     from globe_lightning.models.globe import GLOBE
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from globe_lightning.sample import ForceSurface, Sample, SampleSchema
     from globe_lightning.sensitivity import shape_sensitivity
     from globe_lightning.sharing import from_pretrained
+    from globe_lightning.surfaces import displaced
 
 __version__ = "0.1.0"
 
@@ -31,9 +34,13 @@ _HOMES = {
     "Sample": "globe_lightning.sample",
     "SampleSchema": "globe_lightning.sample",
     "ShapePrediction": "globe_lightning.geometry",
+    "displaced": "globe_lightning.surfaces",
+    "draw_sensitivity": "globe_lightning.callbacks.sensitivities",
+    "force_coefficients": "globe_lightning.forces",
     "predict_geometry": "globe_lightning.geometry",
     "from_pretrained": "globe_lightning.sharing",
     "shape_sensitivity": "globe_lightning.sensitivity",
+    "surface_of": "globe_lightning.callbacks.sensitivities",
 }
 
 __all__ = [
@@ -46,9 +53,13 @@ __all__ = [
     "Sample",
     "SampleSchema",
     "ShapePrediction",
+    "displaced",
+    "draw_sensitivity",
+    "force_coefficients",
     "from_pretrained",
     "predict_geometry",
     "shape_sensitivity",
+    "surface_of",
 ]
 
 

@@ -1,4 +1,8 @@
-"""The command line: ``globe fit | validate | test | predict | prepare --config CONFIG [--key value ...]``."""
+"""The command line: ``globe SUBCOMMAND --config CONFIG [--key value ...]``.
+
+Subcommands are fit, validate, test, predict, prepare and sensitivity; ``globe convert`` and ``globe export`` work on
+finished models and need no configuration.
+"""
 
 # ruff: noqa: E402 - the allocator is configured before torch is imported
 
@@ -40,7 +44,7 @@ from globe_lightning.callbacks.sensitivities import write_sensitivities
 from globe_lightning.callbacks.tables import CaseTables
 from globe_lightning.callbacks.throughput import Throughput
 from globe_lightning.callbacks.time_limit import TimeLimit
-from globe_lightning.commands import COMMANDS
+from globe_lightning.commands import COMMANDS, COMMANDS_HELP
 from globe_lightning.config_errors import (
     ConfigurationError,
     check_trainer,
@@ -162,6 +166,7 @@ class GlobeCLI(LightningCLI):
             args=expand_geometry(arguments),
             run=run,
             auto_configure_optimizers=False,
+            parser_kwargs={"epilog": COMMANDS_HELP},
             load_from_checkpoint_support=False,
         )
 

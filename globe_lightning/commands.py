@@ -75,3 +75,8 @@ def export_model(arguments: Sequence[str]) -> None:
 
 COMMANDS = {"convert": convert, "export": export_model}
 """{name on the command line: function of the arguments that follow it}"""
+
+COMMANDS_HELP = "Commands on finished models, which need no configuration (--help after each): " + " ".join(
+    command.__doc__.replace("``", "") for command in COMMANDS.values() if command.__doc__
+)
+"""What ``globe --help`` says of them."""

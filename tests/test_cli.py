@@ -228,5 +228,5 @@ def test_the_allocator_setting_and_the_users_own():
 def test_python_m_is_the_same():
     result = subprocess.run([sys.executable, "-m", "globe_lightning", "--help"], capture_output=True, text=True)
     assert result.returncode == 0
-    for subcommand in ("fit", "validate", "test", "predict", "prepare"):
+    for subcommand in ("fit", "validate", "test", "predict", "prepare", "sensitivity", "convert", "export"):
         assert subcommand in result.stdout

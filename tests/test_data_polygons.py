@@ -103,3 +103,49 @@ def test_inverted_faces_are_counted_by_their_edges(caps):
     faces[10] = faces[10][::-1]
     degenerate = [*faces, np.array([0, 0, 0])]
     assert polygons.inverted_edges(len(points), *compact(degenerate)) == 0
+
+
+CUBE = np.array([[x, y, z] for x in (0, 1) for y in (0, 1) for z in (0, 1)], dtype=np.float32)
+CUBE_FACES = [[0, 1, 3, 2], [4, 6, 7, 5], [0, 4, 5, 1], [2, 3, 7, 6], [0, 2, 6, 4], [1, 5, 7, 3]]
+
+
+@pytest.mark.parametrize("angle", [0.0, 0.3, np.pi / 4])
+def test_the_shadow_of_boxes(angle):
+    """Of a box turned about the line of sight, of two that overlap, and of one behind the other."""
+    _, triangles = compact([np.array(face) for face in CUBE_FACES])
+    turn = np.array([[1, 0, 0], [0, np.cos(angle), -np.sin(angle)], [0, np.sin(angle), np.cos(angle)]])
+    size = np.array([3.0, 2.0, 0.5])
+    box = (CUBE * size) @ turn.T
+    rel = 1e-3
+    assert polygons.shadow_area(box, triangles) == pytest.approx(1.0, rel=rel)
+    both = np.concatenate([triangles, triangles + 8])
+    for shift, area in (([9, 0, 0], 1.0), ([1, 0.5, 0.2], 2.0 - 1.5 * 0.3), ([0, 5, 0], 2.0)):
+        moved = np.concatenate([box, box + turn @ np.array(shift)])
+        assert polygons.shadow_area(moved, both) == pytest.approx(area, rel=rel)
+        assert polygons.shadow_area(moved, both[:, ::-1]) == pytest.approx(area, rel=rel)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_the_shadow_against_points_in_triangles(axis):
+    generator = np.random.default_rng(axis)
+    points = generator.random((40, 3)).astype(np.float32)
+    triangles = np.stack([generator.choice(40, 3, replace=False) for _ in range(12)])
+    triangles[:4, 2] = triangles[:4, 1]  # of no area
+    u, v = (axis + 1) % 3, (axis + 2) % 3
+    asked = (np.stack(np.meshgrid(*[np.arange(1000)] * 2), axis=-1).reshape(-1, 2) + 0.5) / 1000
+    covered = np.zeros(len(asked), dtype=bool)
+    for corners in points[triangles[4:]][:, :, [u, v]].astype(np.float64):
+        sides = [
+            (b[0] - a[0]) * (asked[:, 1] - a[1]) - (b[1] - a[1]) * (asked[:, 0] - a[0])
+            for a, b in zip(corners, np.roll(corners, -1, axis=0), strict=True)
+        ]
+        covered |= (np.min(sides, axis=0) >= 0) | (np.max(sides, axis=0) <= 0)
+    assert polygons.shadow_area(points, triangles, axis) == pytest.approx(covered.mean(), abs=2e-3)
+
+
+def test_the_shadow_of_an_ellipsoid_and_of_nothing():
+    points, groups = ellipsoid(np.array([2.2, 0.9, 0.7]), 160, 160, "fans")
+    _, triangles = compact([face for faces in groups for face in faces])
+    assert polygons.shadow_area(points, triangles) == pytest.approx(np.pi * 0.9 * 0.7, rel=1e-3)
+    assert polygons.shadow_area(points, triangles[:0]) == 0
+    assert polygons.shadow_area(points * [1, 1, 0], triangles) == 0

@@ -13,11 +13,14 @@ import pytest
 import pyvista as pv
 import torch
 from conftest import AIRFRANS, TINY
-from drivaerml_synthetic import write_dataset
+from drivaerml_synthetic import semi_axes, write_dataset
 from test_geometry_airfoils import SELIG, lines
 
-from datamodules import AirFRANSDataModule, DrivAerMLDataModule, GeometryDataModule
+from datamodules import AirFRANSDataModule, DrivAerMLDataModule, GeometryDataModule, polygons
+from datamodules.csv_io import read_row
+from datamodules.drivaerml import SAMPLES
 from datamodules.probes import parse_probes
+from datamodules.vtk_io import polygon_corners
 from globe_lightning import GlobeLightningModule, predict_geometry
 from globe_lightning.callbacks.plane import loops
 from globe_lightning.cli import main
@@ -104,6 +107,31 @@ def test_a_known_cars_surface_gives_what_its_dataset_gives(cars, tmp_path):
     vehicle, before = result.sample.boundary_meshes["vehicle"], known.boundary_meshes["vehicle"]
     assert vehicle.n_faces == 60 and torch.allclose(vehicle.areas.sum(), before.areas.sum(), rtol=1e-5)
     assert result.sample.reference_lengths == known.reference_lengths
+
+
+def test_the_frontal_area_is_found_and_can_be_given(cars):
+    model = car_model()
+    mesh = cars.case_mesh("run_3")
+    result = predict_geometry(model, mesh, L_ref=2.7, accept="position")
+    exact = np.pi * semi_axes(3)[1] * semi_axes(3)[2]
+    area = result.sample.force_surface.reference_areas["_own"]
+    assert area == pytest.approx(exact, rel=0.04) and area < exact  # 17 corners around
+    assert f"frontal area {area:.4f} m^2" in str(result.report)
+    for name in ("Cd", "Clr"):
+        assert result.forces[f"{name}_own"] * area == pytest.approx(result.forces[name] * 2.17, rel=1e-5)
+    given = predict_geometry(model, mesh, L_ref=2.7, A_ref=2.0, accept="position")
+    assert given.forces["Cd_own"] * 2.0 == pytest.approx(result.forces["Cd"] * 2.17, rel=1e-5)
+
+
+def test_frontal_areas_of_the_shipped_cars():
+    """Those in the cases' own files were counted on a grid of 8 mm."""
+    data = DrivAerMLDataModule(root="samples")
+    for case in ("run_3", "run_6"):
+        mesh = data.case_mesh(case)
+        _, triangles = polygons.fans(*polygon_corners(mesh, case))
+        file = SAMPLES / case / f"geo_ref_{case.removeprefix('run_')}.csv"
+        found = polygons.shadow_area(np.asarray(mesh.points), triangles)
+        assert found == pytest.approx(read_row(file, ("aRef",))["aref"], rel=2e-3)
 
 
 def test_a_known_airfoils_outline_gives_what_its_dataset_gives(small_root, tmp_path):
@@ -316,13 +344,9 @@ def test_cars_from_a_run_and_the_command_line(cars, tmp_path, monkeypatch, capsy
     assert {item.name for item in (folder / "pictures").iterdir()} == {"car.png", "car_y0.png"}
     found = pv.read(folder / "predictions" / "car.vtp")
     assert found.bounds[1] < 10 and {"CpMeanTrimPred", "wallShearStressMeanTrimPred"} <= set(found.point_data)
-    assert {row["coefficient"] for row in table(folder / "predictions" / "forces.csv")} == {
-        "Cd",
-        "Cl",
-        "Clf",
-        "Clr",
-        "Cs",
-    }
+    names = ("Cd", "Cl", "Clf", "Clr", "Cs")
+    written = {row["coefficient"] for row in table(folder / "predictions" / "forces.csv")}
+    assert written == {*names, *(f"{name}_own" for name in names)}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from importlib import import_module
 from pathlib import Path
 
 import nbformat
@@ -24,6 +26,25 @@ def test_committed_with_figures(path: Path) -> None:
     assert not [output for output in outputs if output.output_type == "error"]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert path.stat().st_size < 2_000_000
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_only_public_names_are_used(path: Path) -> None:
+    """Of our packages a notebook imports what they list as public, and touches nothing with an underscore."""
+    code = "\n".join(cell.source for cell in code_cells(nbformat.read(path, as_version=4)))
+    tree = ast.parse("\n".join(line for line in code.splitlines() if not line.startswith("%")))
+    ours = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("globe_lightning", "datamodules"):
+            assert node.module in ("globe_lightning", "datamodules"), f"{node.module} is no public module"
+            names = {alias.name for alias in node.names}
+            assert names <= set(import_module(node.module).__all__), names
+            ours += 1
+        elif isinstance(node, ast.Import):
+            assert not {alias.name.split(".")[0] for alias in node.names} & {"globe_lightning", "datamodules"}
+        elif isinstance(node, ast.Attribute):
+            assert not node.attr.startswith("_"), node.attr
+    assert ours
 
 
 @pytest.mark.slow

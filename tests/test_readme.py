@@ -6,14 +6,20 @@ import re
 import shlex
 from functools import partial
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from helpers import GOLDEN
 from test_geometry_airfoils import SELIG, lines
 from test_geometry_bodies import CAR
 
+from globe_lightning import GlobeLightningModule, from_pretrained
 from globe_lightning.cli import main
+from globe_lightning.commands import COMMANDS
+from globe_lightning.interop import from_mdlus
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -44,7 +50,8 @@ def globe_commands() -> list[list[str]]:
 
 
 def write_shapes(folder: Path) -> None:
-    """The shapes that the README's commands name: clean, and small."""
+    """The shapes and the model that the README's commands name: clean, and small."""
+    copyfile(GOLDEN / "peer_2d.mdlus", folder / "physicsnemo.mdlus")
     (folder / "wing.dat").write_text("NACA 2412\n" + lines(SELIG))
     CAR.save(folder / "car.stl")
 
@@ -57,11 +64,14 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIRFRANS_DATA_DIR", str(Path(datamodules.__file__).parent / "samples" / "airfoils"))
     commands = globe_commands()
     write_shapes(tmp_path)
-    assert {"fit", "test", "predict", "prepare"} <= {command[0] for command in commands}
+    assert {"fit", "test", "predict", "prepare", *COMMANDS} <= {command[0] for command in commands}
     more = 1
     for command in commands:
         if "--geometry" in command:
             main([*command, "--trainer.accelerator=cpu", "--pictures.dots_per_inch=30"])
+            continue
+        if command[0] in COMMANDS:
+            main(command)
             continue
         shortened = [part for part in command if not part.isdigit() and part != "--trainer.max_epochs"]
         short = [f"--data.init_args.cache_dir={tmp_path / 'cache'}"]
@@ -80,6 +90,11 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = tmp_path / "runs" / shape
         assert all((folder / "predictions" / name).is_file() for name in [*files, "forces.csv"])
         assert len(list((folder / "pictures").glob("*.png"))) == 2
+    trained = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    for network in (from_mdlus("for_physicsnemo.mdlus"), from_pretrained("shared").network):
+        assert all(torch.equal(value, trained[f"network.{name}"]) for name, value in network.state_dict().items())
+    converted = GlobeLightningModule.load_from_checkpoint("runs/converted.ckpt").network.state_dict()
+    assert all(torch.equal(value, converted[k]) for k, value in from_mdlus("physicsnemo.mdlus").state_dict().items())
 
 
 def test_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

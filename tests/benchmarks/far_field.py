@@ -1,0 +1,216 @@
+"""Error against exact summation over cost, for every kind of far field and opening angles: a Pareto front.
+
+    python tests/benchmarks/far_field.py --out runs/far_field
+
+The car-like body and the untrained kernel of ``rules.py``; only the last layer's far field varies, the latents of the
+faces are the same for all rows. Errors are taken at ``--points`` sampled points, of a plan for as many points as
+faces. A jump is a field's largest difference between a sampled point and one that all but coincides with it, over the
+field's spread. Seconds are those of plans and last layer for all points, and of that with its gradient; they are
+measured at the angles ``--timed`` only, the latter up to ``--step-faces`` faces. Nothing else should run then.
+Writes ``<out>.md``, ``<out>.json`` and ``<out>.png``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cases
+import rules
+import torch
+from torch import Tensor
+
+from globe_lightning import GLOBE
+from globe_lightning.fields import flatten_data
+from globe_lightning.models.plans import PredictionPlan
+from globe_lightning.tree.cluster_tree import build_forest
+from globe_lightning.tree.plan import AllPairs, IndexedPairs, InteractionPlan, build_plan
+from globe_lightning.tree.pointwise import build_pointwise_plan
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "order 0": {},
+    "order 1": {"far_field_order": 1},
+    "order 1, target weight 1.5": {"far_field_order": 1, "target_size_weight": 1.5},
+    "pointwise": {"pointwise": True},
+    "expanded": {"expand_far_targets": True},
+}
+
+
+def main(args: list[str] | None = None) -> list[dict[str, Any]]:
+    """Measure, write the files, return the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faces", nargs="*", type=int, default=[5000, 20_000, 80_000])
+    parser.add_argument("--thetas", nargs="*", type=float, default=[0.5, 0.7, 1.0, 1.4, 2.0])
+    parser.add_argument("--timed", nargs="*", type=float, default=[1.0])
+    parser.add_argument("--step-faces", type=int, default=20_000)
+    parser.add_argument("--most-pairs", type=float, default=1.8e8, help="of a plan: memory; larger ones are left out")
+    parser.add_argument("--points", type=int, default=300)
+    parser.add_argument("--floor", type=int, default=19)
+    parser.add_argument("--hidden", nargs="*", type=int, default=[64, 64, 64])
+    parser.add_argument("--out", default="far_field")
+    a = parser.parse_args(args)
+    config = {**cases.CAR, "hidden_layer_sizes": a.hidden, "theta": 0.0, "expand_far_targets": False}
+    config["initial_amplitude"] = 0.005  # as in rules.py
+    torch.manual_seed(0)
+    model = GLOBE(**config)
+    Path(a.out).parent.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for n_faces in a.faces:
+        rows += measure(model, config, n_faces, a)
+        Path(f"{a.out}.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        Path(f"{a.out}.md").write_text(table(rows), encoding="utf-8")
+    draw(rows, f"{a.out}.png")
+    print(table(rows))
+    return rows
+
+
+def measure(model: GLOBE, config: dict[str, Any], n_faces: int, a: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every far field and opening angle on one body."""
+    everywhere, sampled, meshes, lengths = rules.problem(n_faces, a.points, a.floor)
+    generator = torch.Generator().manual_seed(0)
+    size = (meshes["vehicle"].points.amax(dim=0) - meshes["vehicle"].points.amin(dim=0)).norm()
+    close = sampled + 1e-5 * size * torch.randn(sampled.shape, generator=generator)
+    with torch.no_grad():
+        source = rules.like(model, config, theta=1.0)
+        faces = source._planner(sampled.device).plan_faces(source._checked_meshes(sampled, meshes, None, None))[0]
+        tables = source._communicate(meshes, lengths, None, faces, sampled.device, True)
+        both = torch.cat([sampled, close])
+        truth = fields_at(model, both, *planned(both, faces.forest, 0.0, {}), tables)
+    # The sampled points and those close to them are among the points that the plans are made for.
+    points = torch.cat([both, everywhere])
+    chosen = torch.arange(len(points)) < len(both)
+    rows = []
+    pairs = dict.fromkeys(FIELDS, (0.0, 1.0))
+    for theta in sorted(a.thetas, reverse=True):
+        for name, changes in FIELDS.items():
+            before, angle = pairs[name]
+            if before * (angle / theta) ** 1.5 > a.most_pairs:
+                continue
+            start = time.perf_counter()
+            order, plan = planned(points, faces.forest, theta, changes)
+            seconds = {"plan_seconds": time.perf_counter() - start}
+            pairs[name] = (plan.n_evaluations, theta)
+            with torch.no_grad():
+                few = restricted(plan, chosen.index_select(0, order))
+                fields = fields_at(model, points, order, few, tables)
+                found = {key: value[: len(both)] for key, value in fields.items()}
+                if theta in a.timed:
+                    start = time.perf_counter()
+                    fields_at(model, points, order, plan, tables)
+                    seconds["forward_seconds"] = seconds["plan_seconds"] + time.perf_counter() - start
+            if theta in a.timed and n_faces <= a.step_faces and not changes.get("pointwise"):
+                seconds["step_seconds"] = seconds["plan_seconds"] + step_seconds(
+                    model, meshes, lengths, faces, points, order, plan
+                )
+            row = {"faces": n_faces, "theta": theta, "far field": name, "evaluations": plan.n_evaluations / len(points)}
+            rows.append({**row, **errors(found, truth), **seconds})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def planned(points: Tensor, forest: Any, theta: float, changes: dict[str, Any]) -> tuple[Tensor, InteractionPlan]:
+    """The order of points and their plan by a rule."""
+    changes = dict(changes)
+    if changes.pop("pointwise", False):
+        return torch.arange(len(points)), build_pointwise_plan(points, forest, theta)
+    own = build_forest([points])
+    return own.order, build_plan(own, forest, theta, **changes)
+
+
+def restricted(plan: InteractionPlan, chosen: Tensor) -> InteractionPlan:
+    """The pairs of a plan that reach some of its (sorted) points."""
+    counts = torch.cat([torch.zeros(1, dtype=torch.int64), chosen.long().cumsum(0)])
+    reached = (counts[plan.node_end] > counts[plan.node_start]).repeat_interleave(plan.n_proxies)
+    rows = torch.cat([chosen, reached, torch.ones(plan.n_rows, dtype=torch.bool)])[: plan.n_rows]
+    pairs: list[IndexedPairs | AllPairs] = []
+    for own in plan.pairs:
+        if isinstance(own, IndexedPairs):
+            kept = rows[own.targets.long()]
+            own = IndexedPairs(own.targets[kept], own.sources[kept])
+        pairs.append(own)
+    return replace(plan, pairs=pairs)
+
+
+def fields_at(model: GLOBE, points: Tensor, order: Tensor, plan: InteractionPlan, tables: Any) -> dict[str, Tensor]:
+    """The fields of the last layer by a plan."""
+    packed = model._evaluate_chunk(points, PredictionPlan(0, len(points), order, plan), tables)
+    return flatten_data(model._calibrate(packed))
+
+
+def step_seconds(
+    model: GLOBE, meshes: Any, lengths: Any, faces: Any, points: Tensor, order: Tensor, plan: InteractionPlan
+) -> float:
+    """Seconds of the last layer and its gradient."""
+    last = GLOBE(**{**cases.CAR, "n_communication_hyperlayers": 0, "hidden_layer_sizes": hidden_of(model)})
+    tables = last._communicate(meshes, lengths, None, faces, points.device, True)
+    start = time.perf_counter()
+    fields = fields_at(last, points, order, plan, tables)
+    sum(value.square().mean() for value in fields.values()).backward()  # type: ignore[union-attr]
+    return time.perf_counter() - start
+
+
+def hidden_of(model: GLOBE) -> list[int]:
+    """Widths of a model's networks."""
+    kernel: Any = next(iter(next(iter(model.kernel_layers[0].values())).kernels.values()))  # type: ignore[operator]
+    return [linear.out_features for linear in kernel.network.perceptron().linears()[:-1]]
+
+
+def errors(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    """Errors over the fields' variation, of each and of all together, and the largest jumps between close points."""
+    out: dict[str, float] = {}
+    squares, scales = 0.0, 0.0
+    for name, true in truth.items():
+        half = len(true) // 2
+        variation = float((true[:half] - true[:half].mean(dim=0)).square().sum())
+        error = float((found[name][:half] - true[:half]).square().sum())
+        out[f"error {name}"] = (error / variation) ** 0.5
+        squares, scales = squares + error, scales + variation
+        own = (found[name] - true).reshape(2 * half, -1)
+        jump = (own[:half] - own[half:]).norm(dim=1).max()
+        out[f"jump {name}"] = float(jump) / (variation / half) ** 0.5
+    return {"error": (squares / scales) ** 0.5, **out}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """One line a row; empty where not measured."""
+    keys = ["faces", "theta", "far field", "evaluations"]
+    keys += [key for key in rows[0] if key.startswith(("error", "jump"))] + ["forward_seconds", "step_seconds"]
+    lines = ["| " + " | ".join(key.replace("_", " ") for key in keys) + " |", "| --- " * len(keys) + "|"]
+    formats = {"faces": "{:,}", "theta": "{:g}", "far field": "{}", "evaluations": "{:.0f}"}
+    for row in rows:
+        cells = [formats.get(key, "{:.2g}").format(row[key]) if key in row else "" for key in keys]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(rows: list[dict[str, Any]], path: str) -> None:
+    """Error over evaluations, a panel for each number of faces."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    sizes = sorted({row["faces"] for row in rows})
+    figure, axes = plt.subplots(1, len(sizes), figsize=(4.6 * len(sizes), 4.2), sharey=True, constrained_layout=True)
+    for axis, n_faces in zip([axes] if len(sizes) == 1 else axes, sizes, strict=True):
+        for name in FIELDS:
+            own = [row for row in rows if row["faces"] == n_faces and row["far field"] == name]
+            axis.plot([row["evaluations"] for row in own], [row["error"] for row in own], "o-", ms=4, label=name)
+            for row in own:
+                axis.annotate(f"{row['theta']:g}", (row["evaluations"], row["error"]), fontsize=7, xytext=(3, 3),
+                              textcoords="offset points")  # fmt: skip
+        axis.set(xscale="log", yscale="log", title=f"{n_faces:,} faces", xlabel="kernel evaluations a target")
+        axis.grid(True, which="both", alpha=0.25)
+    first = axes if len(sizes) == 1 else axes[0]
+    first.set_ylabel("error over the fields' variation")
+    first.legend(title="far field (theta beside)")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

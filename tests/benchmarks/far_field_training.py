@@ -1,0 +1,166 @@
+"""Train on the shipped cars with every far field for equal time, and compare what was learned.
+
+    python tests/benchmarks/far_field_training.py --seconds 200 --out runs/far_field_training
+
+The model of ``configs/drivaer_quickstart.yaml`` but for its far field. A step of each rule is timed first, all in turn;
+then each rule gets as many steps as fit the time, so that other work on the machine does not favor one. Every model is
+tested on the two test cars by the rule it was trained with, and by the pointwise rule. Writes ``<out>.md``,
+``<out>.json`` and ``<out>.png``, the last seed's pressures beside the truth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch import Trainer, seed_everything
+
+from datamodules import DrivAerMLDataModule
+from globe_lightning import GlobeLightningModule
+
+CONFIG = Path(__file__).parents[2] / "configs" / "drivaer_quickstart.yaml"
+RULES: dict[str, dict[str, Any]] = {
+    "order 0": {},
+    "order 1": {"far_field_order": 1},
+    "expanded": {"expand_far_targets": True},
+}
+
+
+def main(args: list[str] | None = None) -> dict[str, Any]:
+    """Time, train, test, write; returns what the JSON holds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=200, help="of optimizer steps a run")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--faces", type=int, default=1000)
+    parser.add_argument("--points", type=int, default=800)
+    parser.add_argument("--timed-steps", type=int, default=5)
+    parser.add_argument("--out", default="far_field_training")
+    a = parser.parse_args(args)
+    config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    seconds = time_steps(config, a)
+    steps = {rule: max(1, round(a.seconds / value)) for rule, value in seconds.items()}
+    print(f"seconds a step {seconds}, steps {steps}", flush=True)
+    out: dict[str, Any] = {"seconds_a_step": seconds, "steps": steps, "runs": []}
+    shown: dict[str, Any] = {}
+    Path(a.out).parent.mkdir(parents=True, exist_ok=True)
+    for seed in a.seeds:
+        for rule in RULES:
+            module, data = make(config, rule, seed, a)
+            trainer = quiet_trainer(max_steps=steps[rule])
+            trainer.fit(module, datamodule=data)
+            found: dict[str, Any] = {"rule": rule, "seed": seed, "train": float(trainer.callback_metrics["train/loss"])}
+            for name, pointwise in (("own", False), ("pointwise", True)):
+                module.hparams["pointwise_prediction"] = pointwise
+                (metrics,) = trainer.test(module, datamodule=data, verbose=False)
+                found[name] = {key: metrics[f"test/{key}"] for key in ("loss", "C_p/relative_l2", "C_f/relative_l2")}
+            out["runs"].append(found)
+            print(found, flush=True)
+            shown[rule] = (module, data)
+            Path(f"{a.out}.json").write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
+            Path(f"{a.out}.md").write_text(table(out), encoding="utf-8")
+    draw(shown, f"{a.out}.png")
+    print(table(out))
+    return out
+
+
+def make(config: dict[str, Any], rule: str, seed: int, a: argparse.Namespace) -> tuple[Any, Any]:
+    """A fresh model, the same weights for every rule, and its data."""
+    seed_everything(seed, verbose=False)
+    # YAML 1.1 reads 3e-2 as text.
+    numbers = {key: float(config["model"][key]) for key in ("lr", "weight_decay")}
+    module = GlobeLightningModule(**{**config["model"], **numbers, **RULES[rule], "warmup_steps": 10})
+    data = {**config["data"]["init_args"], "n_boundary_faces": a.faces, "n_train_points": a.points}
+    return module, DrivAerMLDataModule(**data)
+
+
+def quiet_trainer(**options: Any) -> Trainer:
+    """On a CPU, without files."""
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "num_sanity_val_steps": 0}
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        gradient_clip_val=1.0,
+        limit_val_batches=0,
+        max_epochs=-1,
+        enable_model_summary=False,
+        **quiet,
+        **options,
+    )
+
+
+def time_steps(config: dict[str, Any], a: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of an optimizer step of each rule, all in turn."""
+    pairs = {rule: make(config, rule, 0, a) for rule in RULES}
+    times: dict[str, list[float]] = {rule: [] for rule in RULES}
+    for _ in range(a.timed_steps + 1):
+        for rule, (module, data) in pairs.items():
+            data.setup("fit")
+            sample = next(iter(data.train_dataloader()))
+            sample = data.transfer_batch_to_device(sample, torch.device("cpu"), 0)
+            start = time.perf_counter()
+            fields = module(sample)
+            loss = sum((fields[name] - sample.targets[name]).square().mean() for name in sample.targets.keys())  # noqa: SIM118
+            loss.backward()
+            times[rule].append(time.perf_counter() - start)
+    return {rule: statistics.median(values[1:]) for rule, values in times.items()}
+
+
+def table(out: dict[str, Any]) -> str:
+    """Means over the seeds, with their smallest and largest value."""
+    lines = [
+        "| far field | seconds a step | steps | tested by | loss | relative L2 of C_p | relative L2 of C_f |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for rule in RULES:
+        for name in ("own", "pointwise"):
+            runs = [run[name] for run in out["runs"] if run["rule"] == rule]
+            if runs:
+                cells = [spread([run[key] for run in runs]) for key in runs[0]]
+                first = f"| {rule} | {out['seconds_a_step'][rule]:.2f} | {out['steps'][rule]} "
+                lines.append(first + f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def spread(values: list[float]) -> str:
+    """Mean (smallest to largest)."""
+    return f"{statistics.mean(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+
+
+def draw(shown: dict[str, Any], path: str) -> None:
+    """The pressure of the first test car at its mesh's points: truth, and each model by its own rule."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(13, 7), constrained_layout=True)
+    places = iter(axes.flat)
+    picture = None
+    for rule, (module, data) in shown.items():
+        data.setup("test")
+        sample = data.transfer_batch_to_device(next(iter(data.test_dataloader())), torch.device("cpu"), 0)
+        with torch.no_grad():
+            fields = module.predict_fields(sample, pointwise=False)
+        side = sample.prediction_points[:, 1] < 0
+        columns = [("truth", sample.targets["C_p"])] if picture is None else []
+        for title, value in [*columns, (rule, fields["C_p"])]:
+            axis = next(places)
+            x, _, z = sample.prediction_points[side].T
+            picture = axis.scatter(x, z, c=value[side], s=6, cmap="RdBu_r", vmin=-1, vmax=1, linewidths=0)
+            axis.set_title(title)
+            axis.set_aspect("equal")
+            axis.set_axis_off()
+    assert picture is not None
+    figure.colorbar(picture, ax=axes, label="C_p", shrink=0.7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

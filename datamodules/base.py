@@ -278,7 +278,7 @@ class MeshDataModule(LightningDataModule, ABC):
 
     def prepare_data(self) -> None:
         """Lightning's hook, on one process a node: fills the cache. Assigns no state."""
-        self.prepare(progress=True, verify=False)
+        self.prepare(self.trainer is None or self.trainer.progress_bar_callback is not None, verify=False)
 
     def setup(self, stage: str | None = None) -> None:
         """Build the datasets that a stage needs: fit train and val, validate val, test test, predict its split."""

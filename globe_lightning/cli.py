@@ -30,6 +30,7 @@ configure_allocator(os.environ)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -55,7 +56,8 @@ from globe_lightning.config_errors import (
     read_sources,
 )
 from globe_lightning.geometry_arguments import add_geometry_help, expand_geometry
-from globe_lightning.module import MONITOR, MONITOR_MODE, SCHEMA_ARGUMENTS, GlobeLightningModule, plain
+from globe_lightning.module import MONITOR, MONITOR_MODE, SCHEMA_ARGUMENTS, GlobeLightningModule
+from globe_lightning.plain_values import plain
 from globe_lightning.run_folder import RunFolder, RunLogger, written_whole
 from globe_lightning.sharing import load_weights, read_checkpoint
 
@@ -108,7 +110,8 @@ class GlobeTrainer(pl.Trainer):
 
     def prepare(self, model: Any = None, datamodule: Any = None) -> None:
         """Preprocess the data ahead of time, without training."""
-        datamodule.prepare() if hasattr(datamodule, "prepare") else datamodule.prepare_data()
+        progress = self.progress_bar_callback is not None
+        datamodule.prepare(progress) if hasattr(datamodule, "prepare") else datamodule.prepare_data()
 
     def sensitivity(
         self,
@@ -133,7 +136,9 @@ class GlobeTrainer(pl.Trainer):
         if ckpt_path is not None:
             load_weights(model, ckpt_path)
         folder = RunFolder(str(Path(self.default_root_dir).parent), Path(self.default_root_dir).name).sensitivities
-        write_sensitivities(model, datamodule, of, folder, self.strategy.root_device, case, smoothing_length)
+        datamodule.trainer = self
+        progress = self.progress_bar_callback is not None
+        write_sensitivities(model, datamodule, of, folder, self.strategy.root_device, case, smoothing_length, progress)
 
 
 class GlobeCLI(LightningCLI):
@@ -311,6 +316,14 @@ class GlobeCLI(LightningCLI):
             return super().instantiate_trainer(**kwargs)
         except Exception as error:  # Lightning judges its arguments with errors of any kind
             raise ConfigurationError(explain_trainer(error, self._get(self.config, "trainer"))) from error
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[pl.Callback]) -> pl.Trainer:
+        """Leave our bar out where no bar is wanted, or the configuration names another: Lightning takes one at most."""
+        given = config.get("callbacks") or []
+        named = any(isinstance(item, ProgressBar) for item in (given if isinstance(given, list) else [given]))
+        if named or config.get("enable_progress_bar") is False:
+            callbacks = [item for item in callbacks if not isinstance(item, LossBar)]
+        return super()._instantiate_trainer(config, callbacks)
 
 
 class RunConfig(SaveConfigCallback):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
 import warnings
 from collections.abc import Sequence
@@ -16,9 +18,8 @@ from tqdm.auto import tqdm
 
 from globe_lightning.bad_batches import BadBatchError, all_finite, describe
 from globe_lightning.fields import flatten_data, flatten_ranks
-from globe_lightning.forces import can_integrate, force_coefficients, point_areas
 from globe_lightning.losses import complete_scales, field_losses
-from globe_lightning.metrics import CaseMeans, FieldErrors, ForceErrors, RunningMean, TargetVariances
+from globe_lightning.metrics import RunningMean, TargetVariances
 from globe_lightning.models.globe import GLOBE
 from globe_lightning.optim import (
     TRAINING_ARGUMENTS,
@@ -27,44 +28,19 @@ from globe_lightning.optim import (
     build_optimizer,
     check_training_arguments,
 )
+from globe_lightning.plain_values import plain
 from globe_lightning.provenance import provenance
 from globe_lightning.sample import Sample, SampleSchema
+from globe_lightning.stage_metrics import StageMetrics
+from globe_lightning.training_sums import pack_sums, restore_sums
 
 MONITOR, MONITOR_MODE = "val/loss", "min"
 """The metric that says which checkpoint is best, and whether less or more of it is better."""
 
-SCHEMA_ARGUMENTS = (
-    "n_spatial_dims",
-    "output_field_ranks",
-    "boundary_source_data_ranks",
-    "reference_length_names",
-    "global_data_ranks",
-)
+SCHEMA_ARGUMENTS = tuple(item.name for item in dataclasses.fields(SampleSchema))
 """The constructor arguments that describe the data."""
 
-NETWORK_ARGUMENTS = (
-    *SCHEMA_ARGUMENTS,
-    "reference_area",
-    "n_communication_hyperlayers",
-    "n_latent_scalars",
-    "n_latent_vectors",
-    "smoothing_radius",
-    "hidden_layer_sizes",
-    "n_spherical_harmonics",
-    "theta",
-    "target_size_weight",
-    "leaf_size",
-    "network_type",
-    "self_regularization_beta",
-    "latent_compression_scale",
-    "expand_far_targets",
-    "far_field_order",
-    "use_gradient_checkpointing",
-    "tree_build_device",
-    "initial_amplitude",
-    "chunk_bytes",
-    "compile",
-)
+NETWORK_ARGUMENTS = tuple(inspect.signature(GLOBE).parameters)
 """The constructor arguments that are GLOBE's own."""
 
 SCHEMA_KEY, PROGRESS_KEY = "sample_schema", "training_progress"
@@ -217,16 +193,7 @@ class GlobeLightningModule(pl.LightningModule):
         self.train_means = nn.ModuleList(RunningMean() for _ in ("total", *self.field_ranks))
         self.target_variances = TargetVariances(self.field_ranks, self.schema.n_spatial_dims)
         self.stage_metrics = nn.ModuleDict(
-            {
-                f"{stage}_metrics": nn.ModuleDict(
-                    {
-                        "losses": CaseMeans(["loss", *(f"loss/{name}" for name in self.field_ranks)]),
-                        "fields": FieldErrors(self.field_ranks, self.schema.n_spatial_dims),
-                        "forces": ForceErrors(),
-                    }
-                )
-                for stage in ("val", "test")
-            }
+            {stage: StageMetrics(self.field_ranks, self.schema.n_spatial_dims) for stage in ("val", "test")}
         )
 
     def configure_optimizers(self) -> Any:
@@ -369,8 +336,7 @@ class GlobeLightningModule(pl.LightningModule):
         losses = self._losses(sample, flatten_data(self(sample)), truth)
         total = torch.stack(list(losses.values())).sum()
         self.target_variances.update(truth)
-        for mean, (name, loss) in zip(self.train_means, {"": total, **losses}.items(), strict=True):
-            assert isinstance(mean, RunningMean)
+        for mean, (name, loss) in zip(self._means(), {"": total, **losses}.items(), strict=True):
             mean(loss)
             full = f"train/loss/{name}" if name else "train/loss"
             self.log(full, mean, on_step=True, on_epoch=True, prog_bar=True, batch_size=1)
@@ -450,25 +416,20 @@ class GlobeLightningModule(pl.LightningModule):
         return prediction
 
     def _evaluate(self, sample: Sample, stage: str) -> None:
-        metrics: Any = self.stage_metrics[f"{stage}_metrics"]
         prediction = self._predict_off_device(sample) if stage == "test" else self.predict_fields(sample)
-        truth = flatten_data(sample.targets)
         self.latest_prediction = prediction
-        losses = self._losses(sample, prediction, truth)
-        values = {"loss": torch.stack(list(losses.values())).sum()}
-        metrics["losses"].update(sample.index, values | {f"loss/{name}": loss for name, loss in losses.items()})
-        surface = sample.force_surface
-        areas = None if surface is None else point_areas(surface, sample.prediction_points.shape[0])
-        metrics["fields"].update(sample.index, prediction, truth, areas)
-        if can_integrate(surface, list(self.field_ranks)):
-            assert surface is not None
-            predicted, true = (force_coefficients(surface, fields).total for fields in (prediction, truth))
-            metrics["forces"].update(sample.index, predicted, true, surface.solver_coefficients)
+        self._metrics_of(stage).add_case(
+            sample, prediction, self._losses(sample, prediction, flatten_data(sample.targets))
+        )
+
+    def _metrics_of(self, stage: str) -> StageMetrics:
+        metrics = self.stage_metrics[stage]
+        assert isinstance(metrics, StageMetrics)
+        return metrics
 
     def latest_case_metrics(self) -> dict[str, float]:
         """Losses and field errors of the case that ``test_step`` saw last, {"<field>/<metric>": value}."""
-        metrics: Any = self.stage_metrics["test_metrics"]
-        return {**metrics["losses"].latest_case(), **metrics["fields"].latest_case()}
+        return self._metrics_of("test").latest_case()
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation metrics."""
@@ -484,14 +445,7 @@ class GlobeLightningModule(pl.LightningModule):
 
     def _log_metrics(self, stage: str) -> None:
         self.latest_prediction = None
-        metrics: Any = self.stage_metrics[f"{stage}_metrics"]
-        metrics["fields"].train_variances = self.target_variances.compute() if self.target_variances.known else {}
-        # Metrics gather their rows from all processes, so every process logs the same values.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*was called before the ``update`` method")  # no forces here
-            values = {name: value for metric in metrics.values() for name, value in metric.compute().items()}
-        for metric in metrics.values():
-            metric.reset()
+        values = self._metrics_of(stage).take(self.target_variances.compute() if self.target_variances.known else {})
         for name in [name for name, value in values.items() if not bool(torch.isfinite(value))]:
             rank_zero_warn(f"{stage}/{name} is not finite: the network's prediction is not; logged as infinite")
             values[name] = torch.full_like(values[name], torch.inf)
@@ -506,7 +460,7 @@ class GlobeLightningModule(pl.LightningModule):
         checkpoint[GEOMETRY_KEY] = self.geometry_arguments
         sums: Any = self.target_variances.sums
         if self._trainer is not None:
-            mine: Any = self._sums()
+            mine: Any = pack_sums(self._means(), self.target_variances)
             others: Any = self.all_gather(mine)
             gathered = others.reshape(-1, len(mine))
             checkpoint[PROGRESS_KEY] = {"sums": gathered.cpu(), "skipped_steps": self.skipped_steps}
@@ -533,40 +487,9 @@ class GlobeLightningModule(pl.LightningModule):
         progress, self._restored_progress = self._restored_progress, None
         if progress is None or not self.trainer.fit_loop.is_resuming:
             return
-        self.skipped_steps, stored = progress["skipped_steps"], progress["sums"]
-        if len(stored) != self.trainer.world_size:  # other processes than then: the first takes it all
-            others = torch.zeros(self.trainer.world_size - 1, stored.shape[1], dtype=stored.dtype)
-            stored = torch.cat([stored.sum(dim=0, keepdim=True), others])
-        mine, n = stored[self.trainer.global_rank].to(self.device), 2 * len(self.train_means)
-        for mean, (total, count) in zip(self.train_means, mine[:n].reshape(-1, 2), strict=True):
-            assert isinstance(mean, RunningMean)
-            mean.restore(total, count)
-        self.target_variances.sums = mine[n:].reshape(self.target_variances.sums.shape)
+        self.skipped_steps = progress["skipped_steps"]
+        world, rank = self.trainer.world_size, self.trainer.global_rank
+        restore_sums(progress["sums"], rank, world, self._means(), self.target_variances)
 
-    def _sums(self) -> Tensor:
-        """The sums of this process: of each running mean, then of the target variances."""
-        means = [torch.stack([mean.total, mean.count]) for mean in self.train_means]  # type: ignore[union-attr, list-item]
-        return torch.cat([*means, self.target_variances.sums.reshape(-1)])
-
-
-def plain(value: Any) -> Any:
-    """A value in plain Python: mappings to dicts, sequences to lists, numpy and 0-d tensor numbers to numbers.
-
-    Raises:
-        ValueError: something else.
-    """
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if hasattr(value, "items"):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, torch.device):
-        return str(value)
-    if hasattr(value, "item"):
-        return value.item()
-    if isinstance(value, (bool, int, float, str)):
-        for kind in (bool, int, float, str):
-            if isinstance(value, kind):
-                return kind(value)
-    raise ValueError(f"expected plain values (numbers, text, lists, mappings), found {type(value).__name__}: {value!r}")
+    def _means(self) -> list[RunningMean]:
+        return [mean for mean in self.train_means if isinstance(mean, RunningMean)]

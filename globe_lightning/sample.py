@@ -17,6 +17,7 @@ from torch import Tensor
 
 from globe_lightning.fields import flatten_ranks
 from globe_lightning.mesh import BoundaryMesh
+from globe_lightning.plain_values import plain
 
 
 @dataclass
@@ -135,7 +136,7 @@ class SampleSchema:
 
     def arguments(self) -> dict[str, Any]:
         """The schema as keyword arguments of ``GLOBE`` and ``GlobeLightningModule``; plain values."""
-        return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
+        return {item.name: plain(getattr(self, item.name)) for item in fields(self)}
 
     def differences(self, other: SampleSchema) -> list[str]:
         """What differs, one readable line each, ``self`` called the model and ``other`` the data; [] if they fit.
@@ -171,11 +172,3 @@ def _rank_differences(name: str, mine: Mapping[str, int], theirs: Mapping[str, i
         if key in theirs and mine[key] != theirs[key]
     ]
     return lines
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value.tolist() if isinstance(value, Tensor) else value

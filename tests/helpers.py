@@ -1,7 +1,9 @@
-"""What the tests of the core share: golden cases, small random models and samples."""
+"""What tests share: golden cases, small random models and samples, a free port."""
 
 from __future__ import annotations
 
+import random
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,3 +229,18 @@ def gradients_of(model: GLOBE, case: Case, **options: Any) -> dict[str, Tensor]:
     model.zero_grad()
     sum(field.square().sum() for field in fields_of(model, case, **options).values()).backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+# Processes
+
+
+def free_port() -> int:
+    """A TCP port that is free and stays so: below those that the system hands out to connections."""
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 1000):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no port from 15000 to 32000 is free")

@@ -195,6 +195,23 @@ def test_a_callback_of_the_users_comes_beside_the_built_in_ones(short):
     assert {"Timer", "BestCheckpoint", "PredictionWriter", "PictureWriter", "LossBar"} <= set(names)
 
 
+@pytest.mark.parametrize("command", ["prepare", "fit", "validate", "test", "predict", "sensitivity"])
+def test_bars_are_shown_where_they_are_wanted(short, capsys, command):
+    flags = ["--trainer.max_epochs=1", "--pictures.every_n_epochs=0", "--trainer.limit_predict_batches=1"]
+    flags += [] if command in ("prepare", "fit") else ["--ckpt_path=untrained"]
+    for wanted in ("true", "false"):
+        cache = f"--data.init_args.cache_dir=cache-{wanted}"  # an empty one: filling it is shown too
+        main([command, *short, *flags, cache, f"--trainer.enable_progress_bar={wanted}"])
+        printed = capsys.readouterr()
+        assert ("\r" in printed.out + printed.err) == (wanted == "true")
+
+
+def test_a_bar_of_the_users_takes_the_place_of_ours(short):
+    cli = GlobeCLI([*short, "--trainer.callbacks=lightning.pytorch.callbacks.TQDMProgressBar"], run=False)
+    assert type(cli.trainer.progress_bar_callback).__name__ == "TQDMProgressBar"
+    assert type(GlobeCLI(short, run=False).trainer.progress_bar_callback).__name__ == "LossBar"
+
+
 def test_a_saved_configuration_is_a_way_into_a_notebook(short):
     main(["fit", *short, "--trainer.max_epochs=1"])
     cli = GlobeCLI(["--config", "runs/quickstart/config.yaml"], run=False)

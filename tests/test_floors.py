@@ -18,6 +18,7 @@ ROOTS = {"globe_lightning": Path(globe_lightning.__file__).parent, "datamodules"
 FLOORS = {
     "globe_lightning.fields": 0,
     "globe_lightning.memory": 0,
+    "globe_lightning.plain_values": 0,
     "globe_lightning.tree": 0,
     "globe_lightning.mesh": 0,
     "globe_lightning.sample": 1,
@@ -32,6 +33,8 @@ FLOORS = {
     "globe_lightning.model_card": 2,
     "globe_lightning.surfaces": 2,
     "globe_lightning.sensitivity": 3,
+    "globe_lightning.stage_metrics": 3,
+    "globe_lightning.training_sums": 3,
     "globe_lightning.run_folder": 3,
     "globe_lightning.interop": 4,
     "globe_lightning.config_errors": 3,

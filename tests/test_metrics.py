@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import socket
-
 import pytest
 import torch
 import torch.multiprocessing as mp
+from helpers import free_port
 
 from globe_lightning.metrics import CaseMeans, FieldErrors, ForceErrors, RunningMean, TargetVariances
 
@@ -203,10 +202,7 @@ def _rank(rank, port, folder):
 
 
 def test_two_processes_find_what_one_does(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.start_processes(_rank, args=(port, str(tmp_path)), nprocs=2, start_method="fork")
+    mp.start_processes(_rank, args=(free_port(), str(tmp_path)), nprocs=2, start_method="fork")
     alone = evaluate(range(5))
     for number, shares in enumerate((PADDED, ONE_EMPTY)):
         for rank in range(2):

@@ -27,6 +27,7 @@ def write_sensitivities(
     device: torch.device,
     case: str | None = None,
     smoothing_length: float | None = None,
+    progress: bool = True,
 ) -> list[Path]:
     """Differentiate a coefficient of every case of the predict split, or of one.
 
@@ -40,6 +41,7 @@ def write_sensitivities(
         device: where to compute.
         case: the one case; all if None.
         smoothing_length: of ``ShapeSensitivity.smoothed`` [m].
+        progress: show a bar over the points of each case.
 
     Returns:
         The VTK files.
@@ -60,7 +62,7 @@ def write_sensitivities(
     written = []
     for index in range(len(cases)) if case is None else [cases.index(case)]:
         sample = dataset[index].to(device)
-        shape = shape_sensitivity(module, sample, of, surface_of(datamodule, sample), progress=True)
+        shape = shape_sensitivity(module, sample, of, surface_of(datamodule, sample), progress=progress)
         stem = f"{safe_name(sample.case)}_{safe_name(of)}"
         with written_whole(folder / f"{stem}.vtp") as path:
             sensitivity_mesh(shape, smoothing_length).save(path)

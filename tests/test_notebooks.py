@@ -8,7 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
+from nbmake.nb_run import NotebookRun
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -49,9 +49,7 @@ def test_only_public_names_are_used(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs(path: Path, tmp_path: Path) -> None:
-    notebook = nbformat.read(path, as_version=4)
-    resources = {"metadata": {"path": str(tmp_path)}}  # from a folder of its own: nothing beside it is needed
-    NotebookClient(notebook, timeout=1200, kernel_name="python3", resources=resources).execute()
-    for cell in code_cells(notebook):
-        assert not [output for output in cell.outputs if output.output_type == "error"]
+def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # from a folder of its own: nothing beside it is needed
+    result = NotebookRun(path, default_timeout=1200).execute()
+    assert result.error is None, result.error

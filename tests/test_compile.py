@@ -62,7 +62,10 @@ def test_the_same_results_from_whole_graphs(counted: Any) -> None:
     assert graphs == 2  # contributions, and their gradients
     for n_faces, n_points in ((17, 5), (1, 2), (2, 61)):
         assert_same(plain, compiled, small_case(2, n_faces, n_points))
+    # Proxy points are targets like any others: the same graphs serve them.
+    assert_same(*models(2, **SMALL, theta=1.5, far_field_order=1), small_case(2, 60, 40))
     assert counted["stats"]["unique_graphs"] == graphs
+    assert not counted["graph_break"]
 
 
 def test_a_gradient_of_a_gradient_is_not_compiled(counted: Any) -> None:

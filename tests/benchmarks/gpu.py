@@ -32,6 +32,7 @@ def main(args: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--floor", type=int, default=19)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--far-field-order", type=int, choices=[0, 1], help="instead of expanded targets")
     parser.add_argument("--reference", type=int, default=0, metavar="FACES", help="time it up to so many faces")
     parser.add_argument("--out", default="gpu")
     a = parser.parse_args(args)
@@ -49,6 +50,8 @@ def measure(n_faces: int, bf16: bool, device: torch.device, a: argparse.Namespac
     """Plans and steps of one size and precision."""
     torch.manual_seed(0)
     config, geometry = cases.make(3, n_faces, n_floor=a.floor)
+    if a.far_field_order is not None:
+        config = {**config, "expand_far_targets": False, "far_field_order": a.far_field_order}
     ours = Ours(compiled=a.compile)
     prepare(ours, ours.build(config).to(device), geometry, device)
     points, meshes, lengths, conditions = ours.given

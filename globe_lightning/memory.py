@@ -5,6 +5,8 @@ The figures are read once a process and device, so that the hot path never asks 
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from functools import lru_cache
 
 import psutil
@@ -15,6 +17,10 @@ CPU_CHUNK_BYTES = 32 << 20
 GPU_CHUNK_BYTES = 2 << 30
 # One chunk never takes more than this share of the device's memory, however small the device.
 MAX_SHARE = 1 / 16
+
+# Blocks up to here are reused from the heap, and so much of it is kept when they are freed.
+KEPT_BLOCK_BYTES = 32 << 20
+KEPT_HEAP_BYTES = 64 << 20
 
 
 @lru_cache
@@ -36,3 +42,19 @@ def pairs_per_chunk(device: torch.device, bytes_per_pair: int, budget: int | Non
     """How many pairs fit the chunk budget (bytes; the device's default if None), at least 256."""
     budget = chunk_budget(device.type, device.index) if budget is None else budget
     return max(256, budget // max(1, bytes_per_pair))
+
+
+@lru_cache
+def keep_freed_memory() -> bool:
+    """Let the C library keep some freed memory of this process; returns whether it does. Once a process, on a CPU.
+
+    The temporaries of a chunk are freed and asked for again thousands of times a pass. The heaps of threads give them
+    back to the kernel each time, which must then clear every page anew: a tenth of a training step.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    trim_threshold, mmap_threshold = -1, -3  # glibc's malloc.h; setting one alone makes matters worse
+    return bool(mallopt(mmap_threshold, KEPT_BLOCK_BYTES)) and bool(mallopt(trim_threshold, KEPT_HEAP_BYTES))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -353,6 +356,38 @@ def test_memory_figures_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     before = memory.total_memory("cpu")
     monkeypatch.setattr("psutil.virtual_memory", lambda: pytest.fail("asked the driver again"))
     assert memory.total_memory("cpu") == before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's counter of page faults")
+def test_chunks_reuse_their_memory() -> None:
+    """Pages that a training step asks the kernel for, in a process of its own with two threads."""
+    script = """
+import resource, sys
+import torch
+from helpers import fields_of, make_case, make_model
+from globe_lightning import memory
+torch.set_num_threads(2)
+model = make_model(3, torch.float32, hidden_layer_sizes=[64, 64], n_communication_hyperlayers=0)
+case = make_case(3, 200, 100, 200, dtype=torch.float32)
+if sys.argv[1] == "off":
+    memory.keep_freed_memory = lambda: False
+    import globe_lightning.models.interactions as interactions
+    interactions.keep_freed_memory = lambda: False
+def step():
+    sum(field.square().sum() for field in fields_of(model, case).values()).backward()
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(2):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    found = {}
+    for mode in ("off", "on"):
+        command = [sys.executable, "-c", script, mode]
+        out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+        found[mode] = int(out.stdout)
+    print(f"\npages asked for in two steps: {found}")
+    assert found["on"] < found["off"] / 2
 
 
 @BOTH_DIMS

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from globe_lightning.memory import pairs_per_chunk
+from globe_lightning.memory import keep_freed_memory, pairs_per_chunk
 from globe_lightning.models.boundaries import Targets
 from globe_lightning.models.multiscale import SourceTable
 from globe_lightning.models.pair_functions import PairFunctions, pair_functions
@@ -72,7 +72,10 @@ def evaluate_plan(
     ]
     flat = [tensor for tensors in inputs for tensor in tensors]
     graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in flat)
-    n_workers = min(torch.get_num_threads(), MAX_WORKERS) if like.device.type == "cpu" else 1
+    n_workers = 1
+    if like.device.type == "cpu":
+        keep_freed_memory()
+        n_workers = min(torch.get_num_threads(), MAX_WORKERS)
     jobs = []
     for index, (pairs, table) in enumerate(zip(plan.pairs, tables, strict=True)):
         needed = bytes_per_pair(table, like.dtype.itemsize, graph) * n_workers

@@ -95,10 +95,8 @@ def test_a_small_run_of_the_gpu_script(tmp_path: Path) -> None:
     )
     assert [(row["faces"], row["bf16"]) for row in found] == [(96, False), (96, True)]
     assert all(row["step_s"] > 0 for row in found)
-    (first, _) = gpu.main(
-        ["--device", "cpu", "--faces", "96", "--floor", "2", "--repetitions", "1", "--far-field-order", "1"]
-        + ["--out", str(tmp_path / "gpu")]
-    )
+    sizes = ["--device", "cpu", "--faces", "96", "--floor", "2", "--repetitions", "1", "--far-field-order", "1"]
+    (first, _) = gpu.main([*sizes, "--out", str(tmp_path / "gpu")])
     assert first["evaluations"]["prediction"] < found[0]["evaluations"]["prediction"]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from drivaerml_synthetic import write_dataset
 from matplotlib.image import imread
 
 from globe_lightning import GlobeLightningModule, shape_sensitivity
@@ -61,16 +63,36 @@ def test_airfoils(small_root: str, capsys: pytest.CaptureFixture) -> None:
 
 @pytest.mark.parametrize("targets", ["vertices", "cells"])
 def test_cars(targets: str, tmp_path: Path) -> None:
+    """A small ellipsoid: every normal looks away from its middle."""
+    write_dataset(tmp_path / "cars", n_train=2, n_test=1, n_along=18, n_around=17)
+    root, split = tmp_path / "cars", tmp_path / "cars" / "split.json"
+    mesh = written_for_a_car(
+        targets, tmp_path, "run_3", [f"--data.init_args.{option}" for option in (f"{root=!s}", f"{split=!s}")]
+    )
+    assert (outwardness(mesh) > 0).all()
+
+
+@pytest.mark.slow
+def test_a_shipped_car(tmp_path: Path) -> None:
+    mesh = written_for_a_car("vertices", tmp_path, "run_7", [])
+    assert (outwardness(mesh) > 0).mean() > 0.7
+
+
+def written_for_a_car(targets: str, folder: Path, case: str, more: list[str]) -> Any:
+    """What the command writes for a car, read again, after checks that hold for all of them."""
     pv = pytest.importorskip("pyvista")
-    case = "run_7"
-    short = [*CARS, f"--data.init_args.targets={targets}", f"--data.init_args.cache_dir={tmp_path}", f"--case={case}"]
-    main(["sensitivity", *short, "--ckpt_path=untrained", "--of=Cd_own"])
+    short = [*CARS, f"--data.init_args.targets={targets}", f"--data.init_args.cache_dir={folder}", f"--case={case}"]
+    main(["sensitivity", *short, *more, "--ckpt_path=untrained", "--of=Cd_own"])
     (file,) = Path("runs/drivaer_quickstart/sensitivities").glob("*.vtp")
     mesh = pv.read(file)
     assert file.name == f"{case}_Cd_own.vtp" and file.with_suffix(".png").is_file()
     assert np.isfinite(mesh.point_data["Cd_ownGradient"]).all() and np.abs(mesh.point_data["Cd_ownGradient"]).max() > 0
-    outward = np.asarray(mesh.points) - np.asarray(mesh.center)
-    assert ((outward * mesh.point_data["Normals"]).sum(axis=1) > 0).mean() > 0.7
+    return mesh
+
+
+def outwardness(mesh: Any) -> np.ndarray:
+    """How far the normals at the points of a mesh look away from its middle."""
+    return ((np.asarray(mesh.points) - np.asarray(mesh.center)) * mesh.point_data["Normals"]).sum(axis=1)
 
 
 def test_errors(small_root: str) -> None:

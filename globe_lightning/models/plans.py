@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from globe_lightning.mesh import BoundaryMesh
-from globe_lightning.tree.cluster_tree import ClusterForest, build_forest
+from globe_lightning.tree.cluster_tree import ClusterForest, build_forest, loose_points
 from globe_lightning.tree.morton import morton_codes
 from globe_lightning.tree.plan import InteractionPlan, build_plan, build_plans
 from globe_lightning.tree.pointwise import build_pointwise_plan
@@ -92,7 +92,7 @@ class Planner:
             n_faces = sum(len(own) for own in faces)
             points = points.to(device=self.build_device, dtype=self.dtype)
             chunks = [points[low:high] for low, high in self.chunks(len(points), n_faces, requested)]
-            both = build_forest([*faces, *chunks], self.leaf_size)
+            both = self._forest([*faces, *chunks])
             forest = both.leading(len(faces))
             communication, prediction = build_plans(both, [len(faces), len(chunks)], forest, *self._rule)
             order = both.order[n_faces:] - n_faces
@@ -103,7 +103,7 @@ class Planner:
     def plan_faces(self, boundary_meshes: Mapping[str, BoundaryMesh]) -> tuple[Plans, ClusterForest]:
         """Plans without those of prediction points, and the forest of all faces where plans are built."""
         with torch.autocast(self.device.type, enabled=False):
-            forest = build_forest(self._positions(boundary_meshes), self.leaf_size)
+            forest = self._forest(self._positions(boundary_meshes))
             plan = build_plan(forest, forest, *self._rule)
         return Plans(list(boundary_meshes), forest.to(self.device), plan.to(self.device), None), forest
 
@@ -121,11 +121,11 @@ class Planner:
         """
         with torch.autocast(self.device.type, enabled=False):
             own = points[first:last].to(device=self.build_device, dtype=self.dtype)
-            if pointwise:
+            if pointwise and self.theta:
                 order = torch.sort(morton_codes(own), stable=True).indices
                 plan = build_pointwise_plan(own.index_select(0, order), forest, self.theta)
             else:
-                tree = build_forest([own], self.leaf_size)
+                tree = self._forest([own])
                 order = tree.order
                 plan = build_plan(tree, forest, *self._rule)
         return PredictionPlan(first, last, order.to(self.device), plan.to(self.device))
@@ -133,6 +133,9 @@ class Planner:
     @property
     def _rule(self) -> tuple[float, bool, float, int]:
         return self.theta, self.expand_far_targets, self.target_size_weight, self.far_field_order
+
+    def _forest(self, point_sets: Sequence[Tensor]) -> ClusterForest:
+        return build_forest(point_sets, self.leaf_size) if self.theta else loose_points(point_sets)
 
     def _positions(self, boundary_meshes: Mapping[str, BoundaryMesh]) -> list[Tensor]:
         return [mesh.to(dtype=self.dtype).positions.to(self.build_device) for mesh in boundary_meshes.values()]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -110,6 +111,11 @@ class ClusterForest:
             self.n_levels,
         )
 
+    def leads(self, other: ClusterForest) -> bool:
+        """Whether this forest is the first trees of another, as of :meth:`leading`, or the other itself."""
+        n = len(self.node_offsets)
+        return self.boxes.data_ptr() == other.boxes.data_ptr() and self.node_offsets == other.node_offsets[:n]
+
     @property
     def n_points(self) -> int:
         """Points of all trees."""
@@ -131,22 +137,79 @@ class ClusterForest:
         return [low for low, high in zip(self.node_offsets, self.node_offsets[1:], strict=False) if high > low]
 
 
+@dataclass(frozen=True)
+class _JoinedShape:
+    """The nodes of trees side by side, and in which order their boxes are found; shared, not to be changed.
+
+    A tree is complete down to the first level that has leaves, its base. Boxes are found base by base, then upward,
+    for all trees at once: in the order [highest nodes | … | bases | what is below the bases], where the two children
+    of the i-th node of a height are the nodes 2 i and 2 i + 1 of the height below.
+
+    Attributes:
+        start, end, first_child: of all nodes, tree after tree, int64.
+        heights: first and last place of the nodes of each height, bases first.
+        members: for the bases and for what is below them, points that span each node's box, (points, nodes).
+        place: of each node in the order above; None for a single tree, which stands in this order.
+    """
+
+    start: Tensor
+    end: Tensor
+    first_child: Tensor
+    heights: list[tuple[int, int]]
+    members: tuple[Tensor, Tensor]
+    place: Tensor | None
+
+
 @lru_cache(maxsize=16)
-def _joined_shapes(sizes: tuple[int, ...], leaf_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Start, end and first child of the nodes of trees side by side; shared, not to be changed."""
-    parts: list[list[np.ndarray]] = [[], [], []]
-    point, node = 0, 0
-    for size in sizes:
-        shape = tree_shape(size, leaf_size)
-        for own, values in zip(
-            parts,
-            (shape.start + point, shape.end + point, np.where(shape.first_child < 0, -1, shape.first_child + node)),
-            strict=True,
-        ):
-            own.append(values)
-        point, node = point + size, node + shape.start.size
-    start, end, first_child = (torch.from_numpy(np.concatenate(own)) for own in parts)
-    return start, end, first_child
+def _joined_shapes(sizes: tuple[int, ...], leaf_size: int) -> _JoinedShape:
+    """The shape of a forest over point sets of these sizes."""
+    shapes = [tree_shape(size, leaf_size) for size in sizes]
+    points = np.cumsum([0, *sizes])
+    nodes = np.cumsum([0, *(shape.start.size for shape in shapes)])
+    start = np.concatenate([shape.start + first for shape, first in zip(shapes, points[:-1], strict=True)])
+    end = np.concatenate([shape.end + first for shape, first in zip(shapes, points[:-1], strict=True)])
+    first_child = np.concatenate(
+        [np.where(s.first_child < 0, -1, s.first_child + first) for s, first in zip(shapes, nodes[:-1], strict=True)]
+    )
+    # Deep trees first: so the trees that reach a height lead at all heights below.
+    bases = {
+        tree: int(np.searchsorted(shape.levels, np.argmax(shape.first_child < 0), side="right")) - 1
+        for tree, shape in enumerate(shapes)
+        if shape.start.size
+    }
+    deep_first = sorted(bases, key=lambda tree: -bases[tree])
+
+    def level(tree: int, number: int) -> np.ndarray:
+        levels = shapes[tree].levels
+        low, high = levels[number : number + 2] if number + 1 < len(levels) else (0, 0)
+        return np.arange(low, high) + nodes[tree]
+
+    below = [level(tree, bases[tree] + 1) for tree in deep_first]
+    nothing = np.zeros(0, dtype=np.int64)
+    heights = [
+        np.concatenate([nothing, *(level(tree, bases[tree] - height) for tree in deep_first if bases[tree] >= height)])
+        for height in range(max(bases.values(), default=0) + 1)
+    ]
+    order = np.concatenate([*heights[::-1], *below])
+    bounds = np.cumsum([0, *(len(own) for own in heights[::-1])]).tolist()
+    place = None
+    if len(bases) > 1:
+        place = torch.empty(len(order), dtype=torch.int64)
+        place[torch.from_numpy(order)] = torch.arange(len(order))
+
+    def members(of: np.ndarray) -> Tensor:
+        first, last = start[of], end[of] - 1
+        steps = np.arange((last - first).max(initial=0) + 1)
+        return torch.from_numpy(np.minimum(first + steps[:, None], last))
+
+    return _JoinedShape(
+        start=torch.from_numpy(start),
+        end=torch.from_numpy(end),
+        first_child=torch.from_numpy(first_child),
+        heights=list(pairwise(bounds))[::-1],
+        members=(members(heights[0]), members(order[bounds[-1] :])),
+        place=place,
+    )
 
 
 @torch.no_grad()
@@ -155,76 +218,70 @@ def build_forest(point_sets: Sequence[Float[Tensor, "n dims"]], leaf_size: int =
 
     Data-dependent operations: none.
     """
-    device, dims = point_sets[0].device, point_sets[0].shape[1]
-    sizes = tuple(points.shape[0] for points in point_sets)
+    points = torch.cat(list(point_sets)) if len(point_sets) > 1 else point_sets[0]
+    sizes = tuple(own.shape[0] for own in point_sets)
     shapes = [tree_shape(size, leaf_size) for size in sizes]
-    point_offsets = tuple(np.cumsum([0, *sizes]).tolist())
-    node_offsets = tuple(np.cumsum([0, *(shape.start.size for shape in shapes)]).tolist())
-    start, end, first_child = (t.to(device, non_blocking=True) for t in _joined_shapes(sizes, leaf_size))
-    orders, sorted_sets = [], []
-    boxes = point_sets[0].new_empty(2 * dims + 2, node_offsets[-1])
-    for tree, (points, shape) in enumerate(zip(point_sets, shapes, strict=True)):
-        order = torch.sort(morton_codes(points), stable=True).indices
-        sorted_points = points.index_select(0, order)
-        _fill_boxes(boxes[:, node_offsets[tree] : node_offsets[tree + 1]], sorted_points, shape, leaf_size)
-        orders.append(order + point_offsets[tree] if tree else order)
-        sorted_sets.append(sorted_points)
+    joined = _joined_shapes(sizes, leaf_size)
+    first, orders = 0, []
+    for codes in morton_codes(points, sizes).split(sizes):
+        order = torch.sort(codes, stable=True).indices
+        orders.append(order.add_(first) if first else order)
+        first += codes.shape[0]
+    order = torch.cat(orders) if len(orders) > 1 else orders[0]
+    points = points.index_select(0, order)
+    start, end, first_child = (
+        t.to(points.device, non_blocking=True) for t in (joined.start, joined.end, joined.first_child)
+    )
     return ClusterForest(
-        order=torch.cat(orders) if len(orders) > 1 else orders[0],
-        points=torch.cat(sorted_sets) if len(orders) > 1 else sorted_sets[0],
+        order=order,
+        points=points,
         start=start,
         end=end,
         first_child=first_child,
-        boxes=boxes,
-        point_offsets=point_offsets,
-        node_offsets=node_offsets,
+        boxes=_boxes(points, joined),
+        point_offsets=tuple(np.cumsum([0, *sizes]).tolist()),
+        node_offsets=tuple(np.cumsum([0, *(shape.start.size for shape in shapes)]).tolist()),
         leaf_size=leaf_size,
         n_levels=max(len(shape.levels) - 1 for shape in shapes),
     )
 
 
-def _fill_boxes(boxes: Tensor, points: Tensor, shape: TreeShape, leaf_size: int) -> None:
-    """Box corners and diagonal of every node, from the leaves up: one minimum and maximum a level."""
-    dims = points.shape[1]
-    if not shape.start.size:
-        return
-    low, high = boxes[:dims], boxes[dims : 2 * dims]
+def loose_points(point_sets: Sequence[Float[Tensor, "n dims"]]) -> ClusterForest:
+    """The points as they are, in trees without nodes: all that exact sums need."""
+    points = torch.cat(list(point_sets)) if len(point_sets) > 1 else point_sets[0]
+    order = torch.arange(points.shape[0], device=points.device)
+    offsets = np.cumsum([0, *(own.shape[0] for own in point_sets)]).tolist()
+    boxes = points.new_empty(2 * points.shape[1] + 2, 0)
+    return ClusterForest(
+        order, points, order[:0], order[:0], order[:0], boxes, tuple(offsets), (0,) * len(offsets), 1, 0
+    )
+
+
+def _boxes(points: Float[Tensor, "points dims"], shape: _JoinedShape) -> Float[Tensor, "rows nodes"]:
+    """Box corners and diagonal of every node, from the bases up: one minimum a level."""
+    dims, n_nodes = points.shape[1], shape.start.shape[0]
+    boxes = points.new_empty(2 * dims + 2, n_nodes)
+    if not n_nodes:
+        return boxes
+    # Lower corners and negative upper ones, so that one minimum serves both.
+    corners = boxes[: 2 * dims] if shape.place is None else torch.empty_like(boxes[: 2 * dims])
     columns = points.t().contiguous()
-
-    def put(first: int, last: int, which: np.ndarray, lows: Tensor, highs: Tensor) -> None:
-        """Set some nodes of the level [first, last)."""
-        if which.size == last - first:
-            low[:, first:last] = lows
-            high[:, first:last] = highs
-        elif which.size:
-            ids = torch.from_numpy(which).to(points.device, non_blocking=True)
-            low.index_copy_(1, ids, lows)
-            high.index_copy_(1, ids, highs)
-
-    for level in range(len(shape.levels) - 2, -1, -1):
-        first, last = shape.levels[level : level + 2]
-        is_leaf = shape.first_child[first:last] < 0
-        leaves = first + np.flatnonzero(is_leaf)
-        if leaves.size:
-            if leaf_size == 1:
-                members = shape.start[leaves]
-            else:
-                largest = np.arange(min(leaf_size, points.shape[0]))
-                members = np.minimum(shape.start[leaves, None] + largest, shape.end[leaves, None] - 1).reshape(-1)
-            ids = torch.from_numpy(members).to(points.device, non_blocking=True)
-            # Column by column: several times as fast as along the second dimension.
-            own = torch.stack([column.index_select(0, ids) for column in columns])
-            if leaf_size == 1:
-                put(first, last, leaves, own, own)
-            else:
-                lows, highs = own.unflatten(1, (leaves.size, -1)).aminmax(dim=2)
-                put(first, last, leaves, lows, highs)
-        if leaves.size < last - first:
-            # The children of a level's inner nodes are, in order, the whole next level.
-            after = shape.levels[level + 2]
-            inner = first + np.flatnonzero(~is_leaf)
-            lows = torch.minimum(low[:, last:after:2], low[:, last + 1 : after : 2])
-            highs = torch.maximum(high[:, last:after:2], high[:, last + 1 : after : 2])
-            put(first, last, inner, lows, highs)
-    torch.sum((high - low).square_(), dim=0, out=boxes[-2])
+    first, last = shape.heights[0]
+    for members, (low, high) in zip(shape.members, ((first, last), (last, n_nodes)), strict=True):
+        ids = members.to(points.device, non_blocking=True)
+        own = columns.index_select(1, ids.view(-1)).view(dims, *ids.shape)
+        lowest, *others = own.unbind(1)
+        highest = lowest
+        for other in others:
+            lowest, highest = torch.minimum(lowest, other), torch.maximum(highest, other)
+        corners[:dims, low:high] = lowest
+        torch.neg(highest, out=corners[dims:, low:high])
+    for (low, high), (first, last) in pairwise(shape.heights):
+        high = low + 2 * (last - first)
+        torch.minimum(corners[:, low:high:2], corners[:, low + 1 : high : 2], out=corners[:, first:last])
+    if shape.place is not None:
+        torch.index_select(corners, 1, shape.place.to(points.device, non_blocking=True), out=boxes[: 2 * dims])
+    boxes[dims : 2 * dims].neg_()
+    torch.sum((boxes[dims : 2 * dims] - boxes[:dims]).square_(), dim=0, out=boxes[-2])
     torch.sqrt(boxes[-2], out=boxes[-1])
+    return boxes

@@ -291,7 +291,7 @@ def build_plans(
         parts: number of trees of each target forest; they sum to ``targets.n_trees``.
         sources, theta, expand_far_targets, target_size_weight, far_field_order: see :func:`build_plan`.
 
-    Data-dependent operations: one a level of the traversal and at most four.
+    Data-dependent operations: one a level of the traversal and at most five.
     """
     bounds = [0, *itertools.accumulate(parts)]
     if theta == 0 or not targets.roots or not sources.roots:
@@ -305,7 +305,7 @@ def build_plans(
     far_t, far_s = found.far_targets, found.far_sources
     if expand_far_targets:
         rows, rank = expand_nodes(targets, far_t)
-        far_t = targets.start.index_select(0, far_t).index_select(0, rows) + rank
+        far_t = targets.start.int().index_select(0, far_t).index_select(0, rows).add_(rank)
         far_s = far_s.index_select(0, rows)
     elif n_proxies > 1:
         far_t, far_s = _at_proxies(targets, far_t, far_s, n_proxies)
@@ -314,11 +314,10 @@ def build_plans(
     # Rows of all parts and trees at first: points, then nodes, then groups.
     first_group = targets.n_points + targets.n_nodes * n_proxies
     fn_targets = _repeated(near.fn_groups * n_proxies + first_group, n_proxies)
-    pair_targets = torch.cat([near.nn_targets, near.nf_targets, fn_targets, far_t])
     fn_sources = near.fn_sources.repeat_interleave(n_proxies) if n_proxies > 1 else near.fn_sources
-    pair_sources = torch.cat(
-        [near.nn_sources, near.nf_sources + sources.n_points, fn_sources, far_s + sources.n_points]
-    )
+    pair_targets = torch.cat([rows.int() for rows in (near.nn_targets, near.nf_targets, fn_targets, far_t)])
+    nf_sources, far_s = near.nf_sources + sources.n_points, far_s + sources.n_points
+    pair_sources = torch.cat([rows.int() for rows in (near.nn_sources, nf_sources, fn_sources, far_s)])
     part_of_row = torch.cat([part_of_node, part_of_node[near.group_nodes]])
     if n_proxies > 1:
         part_of_row = part_of_row.repeat_interleave(n_proxies)
@@ -428,7 +427,9 @@ def _split(
     own = [_Part(targets, low, high) for low, high in itertools.pairwise(bounds)]
     tree_of_row, local_sources = _source_rows(sources)
     key = part_of_row.index_select(0, pair_targets).mul_(n_trees).add_(tree_of_row.index_select(0, pair_sources))
-    key, order = torch.sort(key, stable=True)
+    if n_parts * n_trees > 1:
+        key, order = torch.sort(key, stable=True)
+        pair_targets, pair_sources = pair_targets.index_select(0, order), pair_sources.index_select(0, order)
     part_of_group = part_of_row[targets.n_points + targets.n_nodes * n_proxies :: n_proxies].contiguous()
     # All lists stand sorted by part: where each begins and ends, in one read from the device.
     group_cuts = _cuts(part_of_group, n_parts)
@@ -445,8 +446,8 @@ def _split(
         first = part.n_points + (part.n_nodes * n_proxies if uses_target_nodes else 0)
         rows.append(np.arange(first, first + (high - low) * n_proxies))
     local_targets = torch.from_numpy(np.concatenate(rows).astype(np.int32)).to(device, non_blocking=True)
-    pair_targets = local_targets.index_select(0, pair_targets.index_select(0, order))
-    pair_sources = local_sources.index_select(0, pair_sources.index_select(0, order))
+    pair_targets = local_targets.index_select(0, pair_targets)
+    pair_sources = local_sources.index_select(0, pair_sources)
 
     plans = []
     for i, part in enumerate(own):

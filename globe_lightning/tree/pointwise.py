@@ -8,7 +8,7 @@ from torch import Tensor
 
 from globe_lightning.tree.cluster_tree import ClusterForest
 from globe_lightning.tree.plan import InteractionPlan, exact_plan, pairs_by_tree
-from globe_lightning.tree.traversal import children_of, expand_nodes, gap_squared, sizes_of, where
+from globe_lightning.tree.traversal import Walk, expand_nodes, node_table, point_table
 
 
 @torch.no_grad()
@@ -25,34 +25,13 @@ def build_pointwise_plan(points: Float[Tensor, "n dims"], sources: ClusterForest
 
     Data-dependent operations: one a level, one for leaves of several points, one at the end.
     """
-    n, dims = points.shape
+    n = points.shape[0]
     if theta == 0 or not n or not sources.roots:
         return exact_plan(n, sources)
-    columns = points.t().contiguous()
-    children = sources.first_child.int()
     roots = torch.tensor(sources.roots, dtype=torch.int32).to(points.device)
     t = torch.arange(n, dtype=torch.int32, device=points.device).repeat(len(roots))
-    s = roots.repeat_interleave(n)
-    found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = [(t[:0], s[:0], t[:0], s[:0])]
-    while t.shape[0]:
-        point = [column.index_select(0, t) for column in columns]
-        *corners, size2, _ = (row.index_select(0, s) for row in sources.boxes)
-        near = gap_squared(point, point, corners[:dims], corners[dims:]).mul_(theta**2) <= size2
-        child = children.index_select(0, s)
-        far, leaf = ~near, near & (child < 0)
-        opened = near & ~leaf
-        ids = [where(mask, size) for mask, size in zip((far, leaf, opened), sizes_of(far, leaf, opened), strict=True)]
-        far_ids, leaf_ids, open_ids = ids
-        found.append(
-            (
-                t.index_select(0, far_ids),
-                s.index_select(0, far_ids),
-                t.index_select(0, leaf_ids),
-                s.index_select(0, leaf_ids),
-            )
-        )
-        t, s = children_of(t, open_ids, (0, 0)), children_of(child, open_ids, (0, 1))
-    far_t, far_s, leaf_t, leaf_s = (torch.cat(parts) for parts in zip(*found, strict=True))
+    walk = Walk(point_table(points), sources.start[:0], node_table(sources), sources.first_child, theta)
+    (far_t, far_s), (leaf_t, leaf_s) = walk.down(torch.stack([t, roots.repeat_interleave(n)]))
     first = sources.start.index_select(0, leaf_s)
     if sources.leaf_size > 1:
         rows, rank = expand_nodes(sources, leaf_s)

@@ -6,18 +6,22 @@ leaf centroid would be about 2 % wrong.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+# On a CPU so many numbers are summed at a time.
+CPU_BLOCK = 1 << 20
+
 
 def range_sums(
     values: Float[Tensor, "n columns"], start: Int[Tensor, " ranges"], end: Int[Tensor, " ranges"]
 ) -> Float[Tensor, "ranges columns"]:
     """Sum of ``values[start:end]`` for every range, as float64: a difference of one prefix sum."""
-    return _RangeSums.apply(values.t(), start, end).t()  # type: ignore[no-any-return]
+    return _RangeSums.apply(values, start, end)  # type: ignore[no-any-return]
 
 
 def range_means(
@@ -27,36 +31,77 @@ def range_means(
     end: Int[Tensor, " ranges"],
 ) -> Float[Tensor, "ranges columns"]:
     """Weighted mean of ``values`` over every range, in the values' precision; 0 where the weights sum to 0."""
-    weights = weights.to(torch.float64).unsqueeze(0)
-    sums = _RangeSums.apply(torch.cat([values.t() * weights, weights]), start, end)
-    total = sums[-1:]
-    # Over infinity: zero, and so is its gradient.
-    return (sums[:-1] / torch.where(total != 0, total, torch.inf)).to(values.dtype).t()
+    return _RangeMeans.apply(values, weights, start, end)  # type: ignore[no-any-return]
 
 
 class _RangeSums(torch.autograd.Function):
-    """Sums over ranges, one row a quantity, since long rows add up and gather several times as fast as columns.
-
-    The gradient is the transpose, :func:`push_down`, instead of what autograd would make of every gather.
-    """
+    """Sums over ranges. The gradient is the transpose, :func:`push_down`, not what autograd makes of every gather."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, start: Tensor, end: Tensor) -> Tensor:
-        rows, n = values.shape
         ctx.save_for_backward(start, end)
-        ctx.n, ctx.dtype = n, values.dtype
-        prefix = torch.zeros(rows, n + 1, dtype=torch.float64, device=values.device)
-        prefix[:, 1:] = values
-        prefix = prefix.cumsum_(dim=1)
-        out = torch.empty(rows, len(start), dtype=torch.float64, device=values.device)
-        for sums, row in zip(out, prefix, strict=True):
-            torch.sub(row.index_select(0, end), row.index_select(0, start), out=sums)
-        return out
+        ctx.n, ctx.dtype = values.shape[0], values.dtype
+        return torch.cat([_sums(rows, start, end) for rows in _groups(values.t(), start)]).t()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         start, end = ctx.saved_tensors
-        return push_down(gradient.t(), start, end, ctx.n).t().to(ctx.dtype), None, None
+        return push_down(gradient, start, end, ctx.n).to(ctx.dtype), None, None
+
+
+class _RangeMeans(torch.autograd.Function):
+    """Weighted means over ranges, with a gradient of one :func:`push_down`; differentiable twice."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weights: Tensor, start: Tensor, end: Tensor) -> Tensor:
+        wide = weights.to(torch.float64).unsqueeze(0)
+        per_weight = _inverse(_sums(wide, start, end))
+        means = [
+            (_sums(rows * wide, start, end).mul_(per_weight)).to(values.dtype) for rows in _groups(values.t(), start)
+        ]
+        out = torch.cat(means).t()
+        ctx.save_for_backward(values, weights, start, end, per_weight, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        values, weights, start, end, per_weight, means = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # The gradient is itself recorded: so must be what it is made of.
+            per_weight = _inverse(range_sums(weights.unsqueeze(1), start, end).t())
+            means = range_means(values, weights, start, end)
+        scaled = gradient * per_weight.t()
+        of_values, of_weights = None, None
+        if ctx.needs_input_grad[1]:
+            scaled = torch.cat([scaled, -(scaled * means).sum(dim=1, keepdim=True)], dim=1)
+        pushed = push_down(scaled, start, end, values.shape[0])
+        if ctx.needs_input_grad[1]:
+            pushed, of_totals = pushed[:, :-1], pushed[:, -1]
+            of_weights = ((pushed * values).sum(dim=1) + of_totals).to(weights.dtype)
+        if ctx.needs_input_grad[0]:
+            of_values = (pushed * weights.unsqueeze(1)).to(values.dtype)
+        return of_values, of_weights, None, None
+
+
+def _inverse(total: Tensor) -> Tensor:
+    # Over infinity: zero, and so is its gradient.
+    return 1 / torch.where(total != 0, total, torch.inf)
+
+
+def _sums(rows: Float[Tensor, "k n"], start: Int[Tensor, " ranges"], end: Int[Tensor, " ranges"]) -> Tensor:
+    """Sums over ranges, one row a quantity: long rows add up several times as fast as columns."""
+    k, n = rows.shape
+    prefix = torch.empty(k, n + 1, dtype=torch.float64, device=rows.device)
+    prefix[:, 0] = 0
+    torch.cumsum(rows, dim=1, dtype=torch.float64, out=prefix[:, 1:])
+    return prefix.index_select(1, end).sub_(prefix.index_select(1, start))
+
+
+def _groups(rows: Float[Tensor, "k n"], ranges: Tensor) -> Sequence[Tensor]:
+    """Rows taken together: all, or on a CPU as many as keep temporaries near the cache."""
+    if rows.device.type != "cpu":
+        return [rows]
+    return rows.split(max(1, CPU_BLOCK // max(1, rows.shape[1] + ranges.shape[0])))
 
 
 def push_down(

@@ -76,60 +76,144 @@ def traverse(
     With a = ``target_size_weight``, a pair is far when theta^2 gap^2 > (a D_T + D_S)^2; otherwise two leaves are a
     leaf pair; otherwise the node with the larger of a D_T and D_S that is not a leaf splits, both when equal.
 
-    Data-dependent operations: one a level.
+    Where the sources are the first trees of the targets and a = 1, only one of the pairs (A, B) and (B, A) is walked,
+    and none of a node with itself, which splits down to the leaves.
+
+    Data-dependent operations: one a level, and one at the end if some of the targets are sources.
     """
-    device = targets.points.device
-    dims = targets.points.shape[1]
-    weight = target_size_weight
-    children_t, children_s = targets.first_child.int(), sources.first_child.int()
-    roots = torch.cartesian_prod(torch.tensor(targets.roots), torch.tensor(sources.roots)).reshape(-1, 2)
-    t, s = roots.to(device, torch.int32).unbind(1)
-    found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = [(t[:0], s[:0], t[:0], s[:0])]
-    while t.shape[0]:
-        # Row by row: contiguous, and several times as fast as gathering along the second dimension.
-        box_t = [row.index_select(0, t) for row in targets.boxes]
-        box_s = [row.index_select(0, s) for row in sources.boxes]
-        size2_t, size_t = box_t[2 * dims :]
-        size2_s, size_s = box_s[2 * dims :]
-        gap2 = gap_squared(box_t[:dims], box_t[dims : 2 * dims], box_s[:dims], box_s[dims : 2 * dims])
-        near = gap2.mul_(theta**2) <= size_t.mul_(weight).add_(size_s).square_()
-        child_t, child_s = children_t.index_select(0, t), children_s.index_select(0, s)
-        inner_t, inner_s = child_t >= 0, child_s >= 0
-        # Squares are compared: a square root may make two sizes equal that are not.
-        size2_t.mul_(weight**2)
-        split_t = near & inner_t & (~inner_s | (size2_t >= size2_s))
-        split_s = near & inner_s & (~inner_t | (size2_s >= size2_t))
-        both, far, leaf = split_t & split_s, ~near, near & ~(inner_t | inner_s)
-        only_t, only_s = split_t ^ both, split_s ^ both
-        n_far, n_leaf, n_both, n_t, n_s = sizes_of(far, leaf, both, only_t, only_s)
-        far_ids, leaf_ids = where(far, n_far), where(leaf, n_leaf)
-        found.append(
-            (
-                t.index_select(0, far_ids),
-                s.index_select(0, far_ids),
-                t.index_select(0, leaf_ids),
-                s.index_select(0, leaf_ids),
-            )
-        )
-        ids_both, ids_t, ids_s = where(both, n_both), where(only_t, n_t), where(only_s, n_s)
-        next_t = (
-            children_of(child_t, ids_both, (0, 0, 1, 1)),
-            children_of(child_t, ids_t, (0, 1)),
-            children_of(t, ids_s, (0, 0)),
-        )
-        next_s = (
-            children_of(child_s, ids_both, (0, 1, 0, 1)),
-            children_of(s, ids_t, (0, 0)),
-            children_of(child_s, ids_s, (0, 1)),
-        )
-        t, s = torch.cat(next_t), torch.cat(next_s)
-    return NodePairs(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+    shared = sources.leads(targets) and target_size_weight == 1
+    walk = Walk(
+        node_table(targets, target_size_weight), targets.first_child, node_table(sources), sources.first_child, theta
+    )
+    n_trees = len(sources.roots)
+    roots = [
+        (t, s) for i, t in enumerate(targets.roots) for s in sources.roots[i + 1 if shared and i < n_trees else 0 :]
+    ]
+    seeds = torch.tensor(roots, dtype=torch.int32).reshape(-1, 2).t().to(targets.points.device)
+    if not shared:
+        far, leaf = walk.down(seeds)
+        return NodePairs(far[0], far[1], leaf[0], leaf[1])
+    # A node with itself comes to its children with each other, and in the end to its leaves with themselves.
+    n_inner = (sources.n_nodes - n_trees) // 2
+    is_leaf = sources.first_child < 0
+    leaves = where(is_leaf, sources.n_nodes - n_inner).int()
+    left = sources.first_child.index_select(0, where(~is_leaf, n_inner)).int()
+    far, leaf = walk.down(torch.cat([torch.stack([left, left + 1]), seeds], dim=1))
+    own_far, own_leaf = far, leaf
+    if targets.n_nodes > sources.n_nodes:
+        in_far, in_leaf = far[0] < sources.n_nodes, leaf[0] < sources.n_nodes
+        n_far, n_leaf = sizes_of(in_far, in_leaf)
+        own_far, own_leaf = far.index_select(1, where(in_far, n_far)), leaf.index_select(1, where(in_leaf, n_leaf))
+    return NodePairs(
+        torch.cat([far[0], own_far[1]]),
+        torch.cat([far[1], own_far[0]]),
+        torch.cat([leaf[0], own_leaf[1], leaves]),
+        torch.cat([leaf[1], own_leaf[0], leaves]),
+    )
 
 
-def children_of(nodes: Int[Tensor, " n"], ids: Int[Tensor, " m"], steps: tuple[int, ...]) -> Int[Tensor, " m_steps"]:
-    """For each of the chosen nodes the node plus every step, side by side; steps of 0 repeat it."""
-    chosen = nodes.index_select(0, ids)
-    out = chosen.new_empty(ids.shape[0], len(steps))
-    for column, step in enumerate(steps):
-        torch.add(chosen, step, out=out[:, column])
-    return out.reshape(-1)
+def node_table(forest: ClusterForest, weight: float = 1.0) -> Float[Tensor, "rows nodes"]:
+    """What a walk reads of every node: lower corner, negative upper corner, diagonal D and, for its turn to split, D^2.
+
+    Args:
+        forest: the nodes.
+        weight: of the diagonals.
+
+    Returns:
+        (2 D + 2, nodes); the last row is -1 where a leaf never splits.
+    """
+    dims = forest.points.shape[1]
+    low, high, size2, size = forest.boxes.split([dims, dims, 1, 1])
+    # Squares are compared: a square root may make two sizes equal that are not.
+    splits = (size2 * weight**2).masked_fill_(forest.first_child < 0, -1)
+    return torch.cat([low, -high, size * weight, splits])
+
+
+def point_table(points: Float[Tensor, "n dims"]) -> Float[Tensor, "rows n"]:
+    """Points as nodes of no size that never split, see :func:`node_table`."""
+    columns = points.t()
+    nothing = torch.zeros_like(columns[:1])
+    return torch.cat([columns, -columns, nothing, nothing - 1])
+
+
+# On a CPU blocks of pairs that stay in the cache are fastest.
+CPU_BLOCK = 1 << 16
+
+
+class Walk:
+    """Pairs of nodes opened level by level until all are far from each other or leaves.
+
+    Args:
+        targets, sources: tables of :func:`node_table`.
+        target_children, source_children: left child of each node.
+        theta: opening angle.
+    """
+
+    def __init__(
+        self,
+        targets: Float[Tensor, "rows targets"],
+        target_children: Int[Tensor, " targets"],
+        sources: Float[Tensor, "rows sources"],
+        source_children: Int[Tensor, " sources"],
+        theta: float,
+    ) -> None:
+        self.dims = dims = (targets.shape[0] - 2) // 2
+        low, high, rest = sources.split([dims, dims, 2])
+        # One sum then holds the gaps to both sides.
+        self.targets, self.sources = targets, torch.cat([high, low, rest])
+        self.target_children, self.source_children = target_children.int(), source_children.int()
+        self.theta2 = theta**2
+        self.later_classes = torch.arange(1, 5, dtype=torch.uint8, device=targets.device)
+
+    def down(self, pairs: Int[Tensor, "2 pairs"]) -> tuple[Int[Tensor, "2 far"], Int[Tensor, "2 leaf"]]:
+        """The far pairs and leaf pairs that some pairs (int32) come to."""
+        on_cpu = pairs.device.type == "cpu"
+        far, leaf = [pairs[:, :0]], [pairs[:, :0]]
+        while pairs.shape[1]:
+            opened = []
+            for block in pairs.split(CPU_BLOCK if on_cpu else pairs.shape[1], dim=1):
+                children, *done = self._open(block)
+                opened += children
+                far.append(done[0])
+                leaf.append(done[1])
+            pairs = torch.cat(opened, dim=1) if opened else pairs[:, :0]
+        return torch.cat(far, dim=1), torch.cat(leaf, dim=1)
+
+    def _open(self, pairs: Int[Tensor, "2 pairs"]) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Children of the pairs that open, far pairs and leaf pairs, each in the order of the pairs."""
+        # One sort brings each class together: the order of all, instead of a selection each.
+        classes, order = torch.sort(self._classes(*pairs.unbind(0)), stable=True)
+        n_target, n_both, n_opened, n_near = torch.searchsorted(classes, self.later_classes).tolist()
+        pairs = pairs.index_select(1, order)
+        first, leaf, far = pairs.split([n_opened, n_near - n_opened, len(order) - n_near], dim=1)
+        if not n_opened:
+            return [], far, leaf
+        last = first.clone()
+        for side, children, splits in (
+            (0, self.target_children, slice(0, n_both)),
+            (1, self.source_children, slice(n_target, n_opened)),
+        ):
+            left = children.index_select(0, first[side, splits])
+            first[side, splits] = left
+            torch.add(left, 1, out=last[side, splits])
+        children = [torch.stack([first, last], dim=2).flatten(1)]
+        if n_both > n_target:
+            (a, b), (c, d) = first[:, n_target:n_both], last[:, n_target:n_both]
+            children += [torch.stack([a, d]), torch.stack([c, b])]
+        return children, far, leaf
+
+    def _classes(self, t: Int[Tensor, " pairs"], s: Int[Tensor, " pairs"]) -> Int[Tensor, " pairs"]:
+        """What becomes of each pair: 0 the target splits, 1 both, 2 the source, 3 two leaves, above 3 far."""
+        rows = [2 * self.dims, 1, 1]
+        sides, size, turn_t = self.targets.index_select(1, t).split(rows)
+        other_sides, other_size, turn_s = self.sources.index_select(1, s).split(rows)
+        gaps = torch.maximum(*sides.add_(other_sides).split(self.dims)).clamp_min_(0).square_().split(1)
+        gap2 = gaps[0]
+        for gap in gaps[1:]:
+            gap2 = gap2.add_(gap)
+        far = gap2.mul_(self.theta2) > size.add_(other_size).square_()
+        leaf = torch.maximum(turn_t, turn_s) < 0
+        target_splits, source_splits = turn_t >= turn_s, turn_s >= turn_t
+        # Two leaves would both split.
+        classes = source_splits.view(torch.uint8).add_(1).sub_(target_splits.view(torch.uint8))
+        return classes.add_(leaf.view(torch.uint8), alpha=2).add_(far.view(torch.uint8), alpha=4).squeeze(0)

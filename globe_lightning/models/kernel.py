@@ -139,7 +139,7 @@ class Kernel(nn.Module):
     def weights(self, dtype: torch.dtype) -> list[Tensor]:
         """The network's weights in the precision of the products, in the order of :meth:`Weights.flat`.
 
-        The first matrix holds the pair columns only; :meth:`source_terms` takes the source columns.
+        The first matrix holds the pair columns only; :meth:`source_weights` gives that of the source columns.
         """
         linears = self.network.perceptron().linears()
         hidden = linears[1:-1]
@@ -152,14 +152,19 @@ class Kernel(nn.Module):
         ]
         return [tensor.to(dtype) for tensor in tensors]
 
-    def source_terms(
+    def source_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The first linear layer's matrix of the source columns (columns, hidden) and its bias (1, hidden)."""
+        first = self.network.perceptron().linears()[0]
+        matrix = first.weight.index_select(1, self._source_columns).t()
+        return matrix.to(dtype), first.bias.unsqueeze(0).to(dtype)
+
+    def source_columns(
         self,
         global_scalars: Float[Tensor, " globals"],
         source_scalars: Float[Tensor, "scalars sources"],
         vectors: SourceVectors,
-        dtype: torch.dtype,
-    ) -> Float[Tensor, "sources hidden"]:
-        """The first linear layer's share of everything that depends on the source alone, bias included."""
+    ) -> Float[Tensor, "columns sources"]:
+        """The input columns that depend on the source alone; the same for all branches."""
         k, n = vectors.magnitudes.shape
         rows = [global_scalars.unsqueeze(1).expand(-1, n), source_scalars, vectors.log_magnitudes]
         if k > 1 and self.n_harmonics:
@@ -168,9 +173,7 @@ class Kernel(nn.Module):
             cosines = (u.index_select(0, first) * u.index_select(0, second)).sum(dim=1)
             products = smooth_log(m.index_select(0, first) * m.index_select(0, second))
             rows += [products * p for p in legendre(cosines, self.n_harmonics)]
-        first_layer = self.network.perceptron().linears()[0]
-        matrix = first_layer.weight.index_select(1, self._source_columns).to(dtype)
-        return torch.addmm(first_layer.bias.to(dtype), torch.cat(rows).to(dtype).t(), matrix.t())
+        return torch.cat(rows)
 
 
 def global_scalar_order(names: Sequence[str], ratios: Sequence[str]) -> list[tuple[str, str]]:

@@ -121,14 +121,15 @@ class MultiscaleKernel(nn.Module):
         scales = [
             reference_lengths[name] * self.log_scalefactors[module_key(name)].to(dtype).exp() for name in self.names
         ]
-        hidden = [kernel.source_terms(global_scalars, source_scalars, vectors, product_dtype) for kernel in kernels]
-        weights = [torch.stack(tensors) for tensors in zip(*(k.weights(product_dtype) for k in kernels), strict=True)]
+        columns = kernels[0].source_columns(global_scalars, source_scalars, vectors).to(product_dtype)
+        of_kernels = [(*kernel.source_weights(product_dtype), *kernel.weights(product_dtype)) for kernel in kernels]
+        matrix, bias, *weights = (torch.stack(tensors) for tensors in zip(*of_kernels, strict=True))
         return SourceTable(
             kind,
             self.shape,
             positions.t().contiguous(),
             torch.cat([vectors.packed(), strengths]),
-            torch.cat(hidden),
+            torch.baddbmm(bias, columns.t().expand(len(kernels), -1, -1), matrix).flatten(0, 1),
             1 / torch.stack(scales),
             Weights.of(weights),
         )

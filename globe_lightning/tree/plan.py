@@ -155,18 +155,17 @@ class DenseBlock:
 
     def gather_targets(self, table: Float[Tensor, "features targets"]) -> Float[Tensor, "features pairs"]:
         """Each pair's column of the target table."""
-        return table[:, self.t0 : self.t1].unsqueeze(2).expand(-1, *self._sides).flatten(1).contiguous()
+        return table[:, self.t0 : self.t1].unsqueeze(2).repeat(1, 1, self.s1 - self.s0).flatten(1)
 
     def gather_sources(self, table: Float[Tensor, "features sources"]) -> Float[Tensor, "features pairs"]:
         """Each pair's column of the source table."""
-        return table[:, self.s0 : self.s1].unsqueeze(1).expand(-1, *self._sides).flatten(1).contiguous()
+        return table[:, self.s0 : self.s1].repeat(1, self.t1 - self.t0)
 
     def gather_rows(
         self, table: Float[Tensor, "branches_sources width"], n_branches: int
     ) -> Float[Tensor, "branches pairs width"]:
         """Each pair's row of every branch, never a view of the table."""
-        rows = table.unflatten(0, (n_branches, -1))[:, self.s0 : self.s1].unsqueeze(1)
-        return rows.expand(-1, *self._sides, -1).clone(memory_format=torch.contiguous_format).flatten(1, 2)
+        return table.unflatten(0, (n_branches, -1))[:, self.s0 : self.s1].repeat(1, self.t1 - self.t0, 1)
 
     def add_to_targets(
         self, buffer: Float[Tensor, "features targets"], values: Float[Tensor, "features pairs"]

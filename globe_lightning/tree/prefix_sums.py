@@ -56,10 +56,11 @@ class _RangeMeans(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, weights: Tensor, start: Tensor, end: Tensor) -> Tensor:
         wide = weights.to(torch.float64).unsqueeze(0)
         per_weight = _inverse(_sums(wide, start, end))
-        means = [
-            (_sums(rows * wide, start, end).mul_(per_weight)).to(values.dtype) for rows in _groups(values.t(), start)
-        ]
-        out = torch.cat(means).t()
+        means = values.new_empty(values.shape[1], start.shape[0])
+        groups = _groups(values.t(), start)
+        for own, rows in zip(means.split(groups[0].shape[0]), groups, strict=True):
+            torch.mul(_sums(rows * wide, start, end), per_weight, out=own)
+        out = means.t()
         ctx.save_for_backward(values, weights, start, end, per_weight, out)
         return out
 

@@ -102,7 +102,7 @@ class Side:
         """Operations of a work."""
         from syncs import count_operations
 
-        with _one_thread(), count_operations() as found:
+        with one_thread(), count_operations() as found:
             self.works[work]()
         return {"dispatched": found.n_dispatched, "data_dependent": len(found.syncs), "rows_added": found.rows_added}
 
@@ -177,7 +177,7 @@ class Ours(Side):
         kept = self.model.chunk_bytes, self.model.use_gradient_checkpointing
         # One thread sees all products; the chunks stay those of every thread.
         self.model.chunk_bytes = (kept[0] or chunk_budget("cpu")) // torch.get_num_threads()
-        with _one_thread():
+        with one_thread():
             forward = record_products(self._forward)
             self.model.use_gradient_checkpointing = False
             step = record_products(self._step)
@@ -229,7 +229,7 @@ class Reference(Side):
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """All work in the calling thread, where dispatching modes see it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import cases
@@ -14,8 +15,15 @@ import rules
 import scaling
 import settings
 import torch
+from sides import one_thread
+from syncs import count_operations
 
-from globe_lightning import BoundaryMesh
+from globe_lightning import GLOBE, BoundaryMesh
+from globe_lightning.fields import flatten_data
+from globe_lightning.memory import GPU_CHUNK_BYTES
+from globe_lightning.models import interactions
+from globe_lightning.models.multiscale import SourceTable
+from globe_lightning.models.pairs import Weights
 
 
 @pytest.mark.parametrize("n_faces", [96, 500, 1000])
@@ -49,6 +57,36 @@ def test_products_are_seen_and_done_again() -> None:
     assert sum(found.values()) == 2
     measure.bare_products(found)()
     assert measure.timed(lambda: torch.ones(1 << 22).sum())["peak_mb"] > 10
+
+
+@pytest.mark.parametrize(("dims", "of_reference", "share"), [(3, 112_325, 0.1), (2, 43_967, 0.12)])
+def test_a_training_step_dispatches_a_share_of_the_references_operations(
+    dims: int, of_reference: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 500 faces, narrow layers in as many chunks as the wide ones take on a GPU."""
+    config, geometry = cases.make(dims, 500)
+    width, bytes_per_pair = config["hidden_layer_sizes"][0], interactions.bytes_per_pair
+
+    def as_of_wide(table: SourceTable, *arguments: object) -> int:
+        first, matrices, biases, last, last_bias = table.weights
+        n_branches, n_columns, _ = first.shape
+        wide = Weights(
+            torch.empty(n_branches, n_columns, width, device="meta"),
+            [torch.empty(n_branches, width, width, device="meta") for _ in matrices],
+            [torch.empty(n_branches, 1, width, device="meta") for _ in biases],
+            torch.empty(n_branches, last.shape[1], width, device="meta"),
+            last_bias,
+        )
+        return bytes_per_pair(replace(table, weights=wide), *arguments)
+
+    monkeypatch.setattr(interactions, "bytes_per_pair", as_of_wide)
+    layers = [4] * len(config["hidden_layer_sizes"])
+    model = GLOBE(**{**config, "hidden_layer_sizes": layers, "chunk_bytes": GPU_CHUNK_BYTES})
+    meshes = {kind: BoundaryMesh(*mesh) for kind, mesh in geometry.meshes.items()}
+    with one_thread(), count_operations() as found:
+        fields = flatten_data(model(geometry.points, meshes, geometry.lengths, geometry.conditions))
+        sum(field.square().mean() for field in fields.values()).backward()
+    assert 0 < found.n_dispatched <= share * of_reference
 
 
 def test_a_small_comparison_of_this_project_alone(tmp_path: Path) -> None:

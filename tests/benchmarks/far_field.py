@@ -4,8 +4,8 @@
 
 The car-like body and the untrained kernel of ``rules.py``; only the last layer's far field varies, the latents of the
 faces are the same for all rows. Errors are taken at ``--points`` sampled points, of a plan for as many points as
-faces. A jump is a field's largest difference between a sampled point and one that all but coincides with it, over the
-field's spread. Seconds are those of plans and last layer for all points, and of that with its gradient; they are
+faces. A jump is a field's largest difference between two points that all but coincide, of ``--pairs`` such pairs, over
+the field's spread. Seconds are those of plans and last layer for all points, and of that with its gradient; they are
 measured at the angles ``--timed`` only, the latter up to ``--step-faces`` faces. Nothing else should run then.
 Writes ``<out>.md``, ``<out>.json`` and ``<out>.png``.
 """
@@ -34,7 +34,6 @@ from globe_lightning.tree.pointwise import build_pointwise_plan
 FIELDS: dict[str, dict[str, Any]] = {
     "order 0": {},
     "order 1": {"far_field_order": 1},
-    "order 1, target weight 1.5": {"far_field_order": 1, "target_size_weight": 1.5},
     "pointwise": {"pointwise": True},
     "expanded": {"expand_far_targets": True},
 }
@@ -47,8 +46,9 @@ def main(args: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--thetas", nargs="*", type=float, default=[0.5, 0.7, 1.0, 1.4, 2.0])
     parser.add_argument("--timed", nargs="*", type=float, default=[1.0])
     parser.add_argument("--step-faces", type=int, default=20_000)
-    parser.add_argument("--most-pairs", type=float, default=1.8e8, help="of a plan: memory; larger ones are left out")
+    parser.add_argument("--most-pairs", type=float, default=2.2e8, help="of a plan: memory; larger ones are left out")
     parser.add_argument("--points", type=int, default=300)
+    parser.add_argument("--pairs", type=int, default=1000)
     parser.add_argument("--floor", type=int, default=19)
     parser.add_argument("--hidden", nargs="*", type=int, default=[64, 64, 64])
     parser.add_argument("--out", default="far_field")
@@ -71,18 +71,18 @@ def main(args: list[str] | None = None) -> list[dict[str, Any]]:
 def measure(model: GLOBE, config: dict[str, Any], n_faces: int, a: argparse.Namespace) -> list[dict[str, Any]]:
     """Every far field and opening angle on one body."""
     everywhere, sampled, meshes, lengths = rules.problem(n_faces, a.points, a.floor)
+    left = everywhere[torch.linspace(0, len(everywhere) - 1, a.pairs).long()]
     generator = torch.Generator().manual_seed(0)
     size = (meshes["vehicle"].points.amax(dim=0) - meshes["vehicle"].points.amin(dim=0)).norm()
-    close = sampled + 1e-5 * size * torch.randn(sampled.shape, generator=generator)
+    right = left + 1e-5 * size * torch.randn(left.shape, generator=generator)
     with torch.no_grad():
         source = rules.like(model, config, theta=1.0)
         faces = source._planner(sampled.device).plan_faces(source._checked_meshes(sampled, meshes, None, None))[0]
         tables = source._communicate(meshes, lengths, None, faces, sampled.device, True)
-        both = torch.cat([sampled, close])
-        truth = fields_at(model, both, *planned(both, faces.forest, 0.0, {}), tables)
-    # The sampled points and those close to them are among the points that the plans are made for.
-    points = torch.cat([both, everywhere])
-    chosen = torch.arange(len(points)) < len(both)
+        truth = fields_at(model, sampled, *planned(sampled, faces.forest, 0.0, {}), tables)
+    # What is looked at stands first among the points that the plans are made for.
+    points = torch.cat([sampled, left, right, everywhere])
+    chosen = torch.arange(len(points)) < len(sampled) + 2 * a.pairs
     rows = []
     pairs = dict.fromkeys(FIELDS, (0.0, 1.0))
     for theta in sorted(a.thetas, reverse=True):
@@ -97,7 +97,7 @@ def measure(model: GLOBE, config: dict[str, Any], n_faces: int, a: argparse.Name
             with torch.no_grad():
                 few = restricted(plan, chosen.index_select(0, order))
                 fields = fields_at(model, points, order, few, tables)
-                found = {key: value[: len(both)] for key, value in fields.items()}
+                parts = {key: value.split([len(sampled), a.pairs, a.pairs, n_faces]) for key, value in fields.items()}
                 if theta in a.timed:
                     start = time.perf_counter()
                     fields_at(model, points, order, plan, tables)
@@ -107,7 +107,7 @@ def measure(model: GLOBE, config: dict[str, Any], n_faces: int, a: argparse.Name
                     model, meshes, lengths, faces, points, order, plan
                 )
             row = {"faces": n_faces, "theta": theta, "far field": name, "evaluations": plan.n_evaluations / len(points)}
-            rows.append({**row, **errors(found, truth), **seconds})
+            rows.append({**row, **errors(parts, truth), **seconds})
             print(rows[-1], flush=True)
     return rows
 
@@ -159,19 +159,23 @@ def hidden_of(model: GLOBE) -> list[int]:
     return [linear.out_features for linear in kernel.network.perceptron().linears()[:-1]]
 
 
-def errors(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
-    """Errors over the fields' variation, of each and of all together, and the largest jumps between close points."""
+def errors(parts: dict[str, tuple[Tensor, ...]], truth: dict[str, Tensor]) -> dict[str, float]:
+    """Errors over the fields' variation, of each and of all together, and the largest jumps.
+
+    Args:
+        parts: each field at the sampled points, at both points of the pairs, and elsewhere.
+        truth: each field at the sampled points.
+    """
     out: dict[str, float] = {}
     squares, scales = 0.0, 0.0
     for name, true in truth.items():
-        half = len(true) // 2
-        variation = float((true[:half] - true[:half].mean(dim=0)).square().sum())
-        error = float((found[name][:half] - true[:half]).square().sum())
+        found, left, right, _ = parts[name]
+        variation = float((true - true.mean(dim=0)).square().sum())
+        error = float((found - true).square().sum())
         out[f"error {name}"] = (error / variation) ** 0.5
         squares, scales = squares + error, scales + variation
-        own = (found[name] - true).reshape(2 * half, -1)
-        jump = (own[:half] - own[half:]).norm(dim=1).max()
-        out[f"jump {name}"] = float(jump) / (variation / half) ** 0.5
+        jump = (left - right).reshape(len(left), -1).norm(dim=1).max()
+        out[f"jump {name}"] = float(jump) / (variation / len(true)) ** 0.5
     return {"error": (squares / scales) ** 0.5, **out}
 
 
@@ -196,7 +200,8 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
 
     sizes = sorted({row["faces"] for row in rows})
     figure, axes = plt.subplots(1, len(sizes), figsize=(4.6 * len(sizes), 4.2), sharey=True, constrained_layout=True)
-    for axis, n_faces in zip([axes] if len(sizes) == 1 else axes, sizes, strict=True):
+    panels = [axes] if len(sizes) == 1 else list(axes)
+    for axis, n_faces in zip(panels, sizes, strict=True):
         for name in FIELDS:
             own = [row for row in rows if row["faces"] == n_faces and row["far field"] == name]
             axis.plot([row["evaluations"] for row in own], [row["error"] for row in own], "o-", ms=4, label=name)
@@ -205,9 +210,8 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
                               textcoords="offset points")  # fmt: skip
         axis.set(xscale="log", yscale="log", title=f"{n_faces:,} faces", xlabel="kernel evaluations a target")
         axis.grid(True, which="both", alpha=0.25)
-    first = axes if len(sizes) == 1 else axes[0]
-    first.set_ylabel("error over the fields' variation")
-    first.legend(title="far field (theta beside)")
+    panels[0].set_ylabel("error over the fields' variation")
+    panels[0].legend(title="far field (theta beside)", loc="upper right", fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -16,7 +16,21 @@ from globe_lightning import GLOBE
 
 
 def test_a_small_front(tmp_path: Path) -> None:
-    sizes = ["--faces", "240", "--points", "40", "--floor", "2", "--hidden", "8", "--thetas", "0.6", "1.2"]
+    sizes = [
+        "--faces",
+        "240",
+        "--points",
+        "40",
+        "--pairs",
+        "20",
+        "--floor",
+        "2",
+        "--hidden",
+        "8",
+        "--thetas",
+        "0.6",
+        "1.2",
+    ]
     found = far_field.main([*sizes, "--timed", "1.2", "--out", str(tmp_path / "front")])
     of = {(row["far field"], row["theta"]): row for row in found}
     assert set(of) == {(name, theta) for name in far_field.FIELDS for theta in (0.6, 1.2)}
@@ -31,7 +45,22 @@ def test_a_small_front(tmp_path: Path) -> None:
 
 
 def test_plans_too_large_are_left_out(tmp_path: Path) -> None:
-    sizes = ["--faces", "96", "--points", "20", "--floor", "2", "--hidden", "4", "--thetas", "0.5", "2", "--timed"]
+    sizes = [
+        "--faces",
+        "96",
+        "--points",
+        "20",
+        "--pairs",
+        "5",
+        "--floor",
+        "2",
+        "--hidden",
+        "4",
+        "--thetas",
+        "0.5",
+        "2",
+        "--timed",
+    ]
     found = far_field.main([*sizes, "--most-pairs", "1", "--out", str(tmp_path / "front")])
     assert {row["theta"] for row in found} == {2.0}
 

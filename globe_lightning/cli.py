@@ -387,12 +387,16 @@ def settle_hyperparameters(config: Any, stored: dict[str, Any], defaults: Any) -
 
 
 def place_loggers(loggers: Any, folder: Path) -> None:
-    """Move what loggers write to relative folders into a run's folder; changes their configuration in place."""
+    """Move relative folders and databases of loggers into a run's folder; changes their configuration in place."""
     for logger in loggers if isinstance(loggers, list) else [loggers]:
-        arguments: Any = logger.get("init_args") if hasattr(logger, "get") else None
-        place = (arguments or {}).get("save_dir")
-        if place is not None and not Path(str(place)).is_relative_to(folder):  # a saved configuration has it already
-            arguments["save_dir"] = str(folder / str(place))  # an absolute one stays
+        arguments: Any = (logger.get("init_args") if hasattr(logger, "get") else None) or {}
+        for name, scheme in (("save_dir", ""), ("tracking_uri", "sqlite:///")):
+            place = arguments.get(name)
+            if place is None or not str(place).startswith(scheme):
+                continue
+            path = Path(str(place).removeprefix(scheme))
+            if not path.is_relative_to(folder):  # a saved configuration has it already
+                arguments[name] = f"{scheme}{folder / path}"  # an absolute one stays
 
 
 def shipped_configs() -> Path:

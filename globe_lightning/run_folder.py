@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 
@@ -140,6 +140,25 @@ class RunLogger(CSVLogger):
         with written_whole(path) as beside, open(beside, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([names, *kept])
         self._experiment = None
+
+
+def forget_from(logger: Logger, step: int, n_rows: int | None = None) -> None:
+    """Let a logger take back what it has from a step on, which a resumed training will log again.
+
+    The run's own file is cut; TensorBoard is told not to show it. Other loggers keep it.
+
+    Args:
+        logger: any.
+        step: the checkpoint's.
+        n_rows: rows that the run's own file had when the checkpoint was taken; None if that is unknown.
+    """
+    if isinstance(logger, RunLogger):
+        logger.keep(n_rows, step)
+    elif isinstance(logger, TensorBoardLogger):
+        # Lightning has opened the file already; the next one begins with the mark that hides what was after the step.
+        logger.experiment.close()
+        logger._experiment = None
+        logger._kwargs["purge_step"] = step
 
 
 class _AppendingWriter(ExperimentWriter):

@@ -35,6 +35,7 @@ FLOORS = {
     "globe_lightning.sensitivity": 3,
     "globe_lightning.stage_metrics": 3,
     "globe_lightning.training_sums": 3,
+    "globe_lightning.loggers": 3,
     "globe_lightning.run_folder": 3,
     "globe_lightning.interop": 4,
     "globe_lightning.config_errors": 3,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import AIRFRANS, TINY
 from data_synthetic import write_dataset
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from datamodules import AirFRANSDataModule
 from globe_lightning import GlobeLightningModule
@@ -48,7 +49,7 @@ class Draws(pl.Callback):
         self.seen[trainer.global_step, batch_idx] = (batch.case, batch.prediction_points.clone())
 
 
-def fit(root, folder, *callbacks, resume=True, seed=0, model=None, checkpoint=None, **options):
+def fit(root, folder, *callbacks, resume=True, seed=0, model=None, checkpoint=None, loggers=(), **options):
     """Train in a folder, from its last checkpoint if there is one."""
     # Neither first weights, nor draws, nor order come from the global generators after a resumption.
     run = RunFolder(str(folder), "run")
@@ -58,7 +59,7 @@ def fit(root, folder, *callbacks, resume=True, seed=0, model=None, checkpoint=No
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
-        logger=RunLogger(str(run.path)),
+        logger=[RunLogger(str(run.path)), *loggers],
         callbacks=[
             *callbacks,
             BestCheckpoint(str(run.checkpoints), last_every_n_minutes=None, **(checkpoint or {})),
@@ -234,6 +235,29 @@ def test_the_best_checkpoint_is_a_place_to_go_on_from(root, tmp_path, straight):
     one, other = (torch.load(path / "run/checkpoints/last.ckpt", weights_only=True) for path in (tmp_path, straight))
     assert all(torch.equal(value, other["state_dict"][name]) for name, value in one["state_dict"].items())
     assert (tmp_path / "run/metrics.csv").read_text() == (straight / "run/metrics.csv").read_text()
+
+
+def test_tensorboard_shows_a_resumed_run_as_one(root, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def run(folder, *callbacks):
+        logger = TensorBoardLogger(str(folder), name="board", version="", default_hp_metric=False)
+        try:
+            fit(root, folder, *callbacks, loggers=[logger], checkpoint={"last_every_n_steps": 2})
+        finally:
+            logger.save()  # what was logged after the checkpoint is on disk
+
+    run(tmp_path / "a")
+    with pytest.raises(Killed):
+        run(tmp_path / "b", Interrupt("on_train_batch_end", 10, kill))
+    run(tmp_path / "b")
+    curves = []
+    for folder in ("a", "b"):
+        events = EventAccumulator(str(tmp_path / folder / "board"), size_guidance={"scalars": 0}).Reload()
+        curves.append({tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]})
+    assert curves[0] == curves[1]
+    assert [step for step, _ in curves[0]["train/loss_step"]] == list(range(18)) and len(curves[0]["val/loss"]) == 3
 
 
 def test_the_plateau_was_met(straight):

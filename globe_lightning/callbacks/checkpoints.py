@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from globe_lightning.run_folder import RunLogger, written_whole
+from globe_lightning.run_folder import RunLogger, forget_from, written_whole
 
 SIGTERM_EXIT = 128 + signal.SIGTERM
 """The exit code of a training that SIGTERM has stopped, that of shells."""
@@ -258,11 +258,10 @@ class BestCheckpoint(ModelCheckpoint):
                     checkpoint[LOG_ROWS_KEY] = logger.n_rows
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Take back what the log has from after the checkpoint: it will come again."""
+        """Take back what the logs have from after the checkpoint: it will come again."""
         if trainer.state.fn == "fit" and trainer.is_global_zero:
             for logger in trainer.loggers:
-                if isinstance(logger, RunLogger):
-                    logger.keep(checkpoint.get(LOG_ROWS_KEY), checkpoint["global_step"])
+                forget_from(logger, checkpoint["global_step"], checkpoint.get(LOG_ROWS_KEY))
 
 
 def _epochs_processed(trainer: Any) -> int:

@@ -153,6 +153,7 @@ FIT = {
     "dataset not given": ("--data.init_args.root=null", r"root: not given.*AIRFRANS_DATA_DIR"),
     "dataset without a manifest": ("--data.init_args.root=.", r"root: manifest\.json: no such file"),
     "output folder": ("--run.root=file", r"run\.root: cannot write to file/quickstart .*set run\.root"),
+    "read-only output folder": ("--run.root=/sys", r"run\.root: cannot write to /sys/quickstart .*set run\.root"),
     "cache": ("--data.init_args.cache_dir=file", r"cannot write the cache entry.*Set cache_dir"),
     # checkpoints
     "no checkpoint": ("--ckpt_path=nowhere.ckpt", r"ckpt_path: no file 'nowhere\.ckpt'"),

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from globe_lightning.cli import main, shipped_configs
@@ -20,13 +23,12 @@ def test_every_key_has_a_comment(path):
     assert not bare and len([line for line in lines if KEY.match(line)]) > (20 if path in CONFIGS else 4)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_trains_and_tests(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    short = [
+def short(path, folder):
+    """Arguments that train a configuration for a moment, on the cases that ship with the package."""
+    arguments = [
         f"--config={path}",
         "--data.init_args.root=samples",
-        f"--data.init_args.cache_dir={tmp_path / 'cache'}",
+        f"--data.init_args.cache_dir={folder / 'cache'}",
         "--data.init_args.n_train_points=80",
         "--data.init_args.num_workers=0",
         "--data.init_args.persistent_workers=false",
@@ -38,15 +40,35 @@ def test_every_config_trains_and_tests(path, tmp_path, monkeypatch):
         "--data.init_args.n_boundary_faces=64",
         "--model.hidden_layer_sizes=[8]",
         "--trainer.accelerator=cpu",
-        "--trainer.devices=1",
     ]
-    if path.stem.startswith("drivaer"):
-        short.append("--data.init_args.n_floor_cells=3")
-    main(["fit", *short])
-    name = yaml.safe_load(path.read_text(encoding="utf-8"))["run"]["name"]
-    run = Path("runs") / name
+    return arguments + (["--data.init_args.n_floor_cells=3"] if path.stem.startswith("drivaer") else [])
+
+
+def run_name(path):
+    return yaml.safe_load(path.read_text(encoding="utf-8"))["run"]["name"]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_trains_and_tests(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = [*short(path, tmp_path), "--trainer.devices=1"]
+    main(["fit", *arguments])
+    run = Path("runs") / run_name(path)
     assert (run / "checkpoints" / "last.ckpt").is_file() and (run / "metrics.csv").is_file()
-    main(["validate", *short])
+    main(["validate", *arguments])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["airfrans", "drivaer"])
+def test_the_full_size_recipes_train_on_two_processes(name, tmp_path):
+    """With the strategy that they come with."""
+    path = shipped_configs() / f"{name}.yaml"
+    command = [sys.executable, "-m", "globe_lightning", "fit", *short(path, tmp_path), "--trainer.devices=2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "distributed_backend=gloo" in done.stdout + done.stderr
+    state = torch.load(tmp_path / "runs" / run_name(path) / "checkpoints" / "last.ckpt", weights_only=True)
+    assert state["provenance"]["n_processes"] == 2 and state["global_step"] == 2
 
 
 @pytest.mark.parametrize(("name", "variable"), [("airfrans", "AIRFRANS_DATA_DIR"), ("drivaer", "DRIVAER_DATA_DIR")])

@@ -1,4 +1,4 @@
-"""``--trainer.deterministic true``: the same bits twice, and no operation without a deterministic form on the way."""
+"""``--trainer.deterministic``: the same bits twice, and no operation without a deterministic form on the way."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def as_before():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("theta", [0, 1])
-def test_the_same_bits_twice(theta, small_root, tmp_path, monkeypatch, as_before):
+@pytest.mark.parametrize(("theta", "deterministic"), [(0, "true"), (1, "true"), (1, "warn")])
+def test_the_same_bits_twice(theta, deterministic, small_root, tmp_path, monkeypatch, as_before):
     monkeypatch.chdir(tmp_path)
     states = []
     for name in ("first", "second"):
@@ -33,12 +33,13 @@ def test_the_same_bits_twice(theta, small_root, tmp_path, monkeypatch, as_before
                 f"--model.theta={theta}",
                 "--model.hidden_layer_sizes=[8]",
                 "--model.use_gradient_checkpointing=true",
-                "--trainer.deterministic=true",
+                f"--trainer.deterministic={deterministic}",
                 "--trainer.max_epochs=1",
                 "--pictures.every_n_epochs=0",
             ]
         )
         assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == (deterministic == "warn")
         states.append(torch.load(Path("runs") / name / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"])
     first, second = states
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import random
@@ -17,8 +18,8 @@ import psutil
 import pytest
 import torch
 from data_synthetic import write_dataset
+from helpers import free_port
 from test_cli import rows_of
-from test_ddp import free_port
 from test_resume import assert_same_run, data_arguments, fit
 
 from datamodules import AirFRANSDataModule
@@ -147,117 +148,8 @@ SMALL = [
 LOST = "globe: error: another process of this run has ended or cannot be reached"
 
 
-@pytest.fixture(scope="module")
-def nodes():
-    """Two network namespaces joined by a cable, if this machine lets us; (command prefix, environment) of each."""
-    names, address = ["globe-test-0", "globe-test-1"], "10.87.3"
-    prefixes = [["ip", "netns", "exec", name] for name in names]
-    commands = [
-        *(["ip", "netns", "add", name] for name in names),
-        ["ip", "link", "add", "globe0", "netns", names[0], "type", "veth", "peer", "name", "globe1", "netns", names[1]],
-    ]
-    for number, prefix in enumerate(prefixes):
-        commands += [
-            [*prefix, "ip", "addr", "add", f"{address}.{number + 1}/24", "dev", f"globe{number}"],
-            [*prefix, "ip", "link", "set", f"globe{number}", "up"],
-            [*prefix, "ip", "link", "set", "lo", "up"],
-        ]
-    try:
-        for name in names:  # left by a killed run
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-        joined = all(subprocess.run(command, capture_output=True).returncode == 0 for command in commands)
-    except OSError:
-        joined = False
-    if joined:
-        yield f"{address}.1", [(prefix, {"GLOO_SOCKET_IFNAME": f"globe{i}"}) for i, prefix in enumerate(prefixes)]
-    else:
-        yield "127.0.0.1", [([], {}), ([], {})]
-    for name in names if joined else []:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def launch(folder, name, root, nodes, *more):
-    """A torchrun of one process on each node; their outputs go to files."""
-    address, places = nodes
-    port, found = free_port(), []
-    for rank, (prefix, environment) in enumerate(places):
-        command = [
-            *prefix,
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={rank}"),
-            *("--nproc-per-node=1", f"--master-addr={address}", f"--master-port={port}", "-m", "globe_lightning"),
-            *("fit", *SMALL, "--trainer.num_nodes=2", f"--data.init_args.root={root}", f"--run.root={folder}"),
-            *(f"--run.name={name}", *more),
-        ]
-        output = open(Path(folder) / f"{name}-{rank}.txt", "w")  # noqa: SIM115 - the process writes to it
-        found.append(
-            subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
-        )
-    return found
-
-
-def wait_for_steps(folder, n, processes):
-    """Until a run's log has so many rows of steps."""
-    log = Path(folder) / "metrics.csv"
-    while not (log.is_file() and len(log.read_text().splitlines()) > n):
-        assert all(process.poll() is None for process in processes), "ended before its time"
-        time.sleep(0.1)
-
-
-def test_a_lost_node_ends_the_other_and_both_resume(root, tmp_path, nodes):
-    for process in launch(tmp_path, "straight", root, nodes):
-        assert process.wait(600) == 0, (tmp_path / "straight-0.txt").read_text()
-    pair = launch(tmp_path, "broken", root, nodes)
-    wait_for_steps(tmp_path / "broken", 40, pair)
-    node = psutil.Process(pair[1].pid)
-    for process in [*node.children(recursive=True), node]:  # the launcher's processes lead sessions of their own
-        process.kill()
-    killed = time.monotonic()
-    assert pair[0].wait(600) != 0
-    seconds = time.monotonic() - killed
-    text = (tmp_path / "broken-0.txt").read_text()
-    assert LOST in text, text
-    resumed = launch(tmp_path, "broken", root, nodes, "--ckpt_path=last")
-    for process in resumed:
-        assert process.wait(600) == 0, (tmp_path / "broken-0.txt").read_text()
-    assert "resuming from" in (tmp_path / "broken-0.txt").read_text()
-    one, other = (
-        torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True) for name in ("broken", "straight")
-    )
-    assert one["global_step"] == other["global_step"] == 120
-    assert all(torch.equal(value, other["state_dict"][name]) for name, value in one["state_dict"].items())
-    logs = [
-        [{key: value for key, value in row.items() if "throughput" not in key} for row in rows_of(path)]
-        for path in (tmp_path / "broken" / "metrics.csv", tmp_path / "straight" / "metrics.csv")
-    ]
-    assert logs[0] == logs[1] and len(logs[0]) >= 120
-    # Seconds are told, not asserted; who waited for the process group's timeout would not end within the 600 above.
-    print(f"the other node ended {seconds:.1f} s after the kill; namespaces: {bool(nodes[1][0][0])}")
-
-
-def test_sigterm_to_the_first_of_two_processes_stops_both(root, tmp_path):
-    command = [sys.executable, "-m", "globe_lightning", "fit", *SMALL, "--trainer.devices=2"]
-    command += [f"--data.init_args.root={root}", f"--run.root={tmp_path}"]
-    with open(tmp_path / "output.txt", "w") as output:
-        first = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    wait_for_steps(tmp_path / "quickstart", 20, [first])
-    children = psutil.Process(first.pid).children(recursive=True)
-    first.send_signal(signal.SIGTERM)
-    text = (tmp_path / "output.txt").read_text
-    assert first.wait(600) == 143, text()
-    gone, alive = psutil.wait_procs(children, timeout=60)
-    assert not alive and len(gone) >= 1
-    (steps,) = re.findall(r"stopped by SIGTERM after (\d+) steps", text())
-    state = torch.load(tmp_path / "quickstart" / "checkpoints" / "last.ckpt", weights_only=True)
-    assert state["global_step"] == int(steps) >= 10
-
-
-SABOTEUR = '''
+ROUGH = '''
+import os
 import time
 from lightning.pytorch import Callback
 
@@ -271,33 +163,206 @@ class Saboteur(Callback):
         if trainer.global_rank == self.rank and trainer.global_step == self.step:
             print(f"failing at {time.monotonic()}", flush=True)
             raise RuntimeError("the saboteur was here")
+
+class Brake(Callback):
+    """Holds training at a step until a file is there: who interrupts it comes in time, however slow."""
+
+    def __init__(self, step: int, until: str):
+        self.step, self.until = step, until
+
+    def on_train_batch_start(self, trainer, *args):
+        while trainer.global_step >= self.step and not os.path.exists(self.until):
+            time.sleep(0.01)
 '''
+DOWN_SECONDS = 180
+"""Until processes must be gone whose run has lost one; one that hangs stays for the process group's half hour."""
+
+
+class Programs:
+    """Starts globe in a folder, with the callbacks above; kills what is still alive at the end of a test."""
+
+    def __init__(self, folder):
+        self.folder, self.started = folder, []
+        (folder / "rough.py").write_text(ROUGH)
+
+    def start(self, command, output, **environment):
+        """A program whose output goes to a file."""
+        paths = [str(self.folder), os.environ.get("PYTHONPATH", "")]
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+        with open(self.folder / output, "w") as file:
+            program = psutil.Popen(command, stdout=file, stderr=file, env={**os.environ, **environment})
+        self.started.append(program)
+        return program
+
+    def kill(self, program):
+        """Kill a program and all that it has started; its workers lead sessions of their own."""
+        try:
+            family = [*program.children(recursive=True), program]
+        except psutil.NoSuchProcess:
+            return
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def family(self, program):
+        """A program's processes, to be watched after its end."""
+        return [program, *program.children(recursive=True)]
+
+    def code(self, program, output, seconds=3600, family=()):
+        """The exit code of a program that ends by itself, and its family with it."""
+        for _ in range(10 * seconds):  # naps are counted, so that the time in which all are stopped is not
+            if program.poll() is not None and not any(map(alive, family)):
+                return program.returncode
+            time.sleep(0.1)
+        pytest.fail(f"still there after {seconds} s:\n{self.text(output)}")
+
+    def text(self, output):
+        """What a program has written."""
+        return (self.folder / output).read_text()
+
+
+def alive(process):
+    """Whether a process runs; one that has ended and is only not yet waited for does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def programs(tmp_path):
+    found = Programs(tmp_path)
+    yield found
+    for program in found.started:
+        found.kill(program)
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Two network namespaces joined by a cable, if this machine lets us; (command prefix, environment) of each."""
+    # Named after this process: another run of these tests beside it has its own.
+    names, address = [f"globe-{os.getpid()}-{number}" for number in range(2)], "10.87.3"
+    prefixes = [["ip", "netns", "exec", name] for name in names]
+    commands = [
+        *(["ip", "netns", "add", name] for name in names),
+        ["ip", "link", "add", "globe0", "netns", names[0], "type", "veth", "peer", "name", "globe1", "netns", names[1]],
+    ]
+    for number, prefix in enumerate(prefixes):
+        commands += [
+            [*prefix, "ip", "addr", "add", f"{address}.{number + 1}/24", "dev", f"globe{number}"],
+            [*prefix, "ip", "link", "set", f"globe{number}", "up"],
+            [*prefix, "ip", "link", "set", "lo", "up"],
+        ]
+    try:
+        joined = all(subprocess.run(command, capture_output=True).returncode == 0 for command in commands)
+    except OSError:
+        joined = False
+    if joined:
+        yield f"{address}.1", [(prefix, {"GLOO_SOCKET_IFNAME": f"globe{i}"}) for i, prefix in enumerate(prefixes)]
+    else:
+        yield "127.0.0.1", [([], {}), ([], {})]
+    for name in names if joined else []:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def callbacks(**arguments):
+    """The flag that adds callbacks from above, {class: its arguments}."""
+    items = [
+        f"{{class_path: rough.{name}, init_args: {{{', '.join(f'{key}: {value}' for key, value in own.items())}}}}}"
+        for name, own in arguments.items()
+    ]
+    return f"--trainer.callbacks=[{', '.join(items)}]"
+
+
+def launch(programs, name, root, nodes, *more):
+    """A torchrun of one process on each node; their outputs go to <name>-<node>.txt."""
+    address, places = nodes
+    port, found = free_port(), []
+    for rank, (prefix, environment) in enumerate(places):
+        command = [
+            *prefix,
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={rank}"),
+            *("--nproc-per-node=1", f"--master-addr={address}", f"--master-port={port}", "-m", "globe_lightning"),
+            *("fit", *SMALL, "--trainer.num_nodes=2", f"--data.init_args.root={root}"),
+            *(f"--run.root={programs.folder}", f"--run.name={name}", *more),
+        ]
+        found.append(programs.start(command, f"{name}-{rank}.txt", **environment))
+    return found
+
+
+def wait_for_steps(folder, n, running):
+    """Until a run's log has so many rows."""
+    log = Path(folder) / "metrics.csv"
+    while not (log.is_file() and len(log.read_text().splitlines()) > n):
+        assert all(program.poll() is None for program in running), "ended before its time"
+        time.sleep(0.1)
+
+
+def test_a_lost_node_ends_the_other_and_both_resume(root, tmp_path, nodes, programs):
+    def finish(name, pair):
+        for rank, program in enumerate(pair):
+            assert programs.code(program, f"{name}-{rank}.txt") == 0, programs.text(f"{name}-{rank}.txt")
+
+    finish("straight", launch(programs, "straight", root, nodes))
+    lost = tmp_path / "lost"
+    first, second = pair = launch(programs, "broken", root, nodes, callbacks(Brake={"step": 90, "until": lost}))
+    wait_for_steps(tmp_path / "broken", 40, pair)
+    family = programs.family(first)
+    programs.kill(second)
+    killed = time.monotonic()
+    lost.touch()
+    assert programs.code(first, "broken-0.txt", DOWN_SECONDS, family) != 0
+    seconds = time.monotonic() - killed
+    text = programs.text("broken-0.txt")
+    assert LOST in text, text
+    finish("broken", launch(programs, "broken", root, nodes, "--ckpt_path=last"))
+    assert "resuming from" in programs.text("broken-0.txt")
+    one, other = (
+        torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True) for name in ("broken", "straight")
+    )
+    assert one["global_step"] == other["global_step"] == 120
+    assert all(torch.equal(value, other["state_dict"][name]) for name, value in one["state_dict"].items())
+    logs = [
+        [{key: value for key, value in row.items() if "throughput" not in key} for row in rows_of(path)]
+        for path in (tmp_path / "broken" / "metrics.csv", tmp_path / "straight" / "metrics.csv")
+    ]
+    assert logs[0] == logs[1] and len(logs[0]) >= 120
+    print(f"the other node ended {seconds:.1f} s after the kill; namespaces: {bool(nodes[1][0][0])}")
+
+
+def test_sigterm_to_the_first_of_two_processes_stops_both(root, tmp_path, programs):
+    command = [sys.executable, "-m", "globe_lightning", "fit", *SMALL, "--trainer.devices=2"]
+    command += [f"--data.init_args.root={root}", f"--run.root={tmp_path}"]
+    sent = tmp_path / "sent"
+    first = programs.start([*command, callbacks(Brake={"step": 90, "until": sent})], "output.txt")
+    wait_for_steps(tmp_path / "quickstart", 20, [first])
+    family = programs.family(first)
+    first.send_signal(signal.SIGTERM)
+    sent.touch()
+    assert len(family) >= 2
+    assert programs.code(first, "output.txt", DOWN_SECONDS, family) == 143, programs.text("output.txt")
+    (steps,) = re.findall(r"stopped by SIGTERM after (\d+) steps", programs.text("output.txt"))
+    state = torch.load(tmp_path / "quickstart" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert state["global_step"] == int(steps) >= 10
 
 
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_failing_process_brings_the_others_down(root, tmp_path, launcher, rank):
-    (tmp_path / "saboteur.py").write_text(SABOTEUR)
-    callback = f"[{{class_path: saboteur.Saboteur, init_args: {{rank: {rank}, step: 5}}}}]"
+def test_a_failing_process_brings_the_others_down(root, tmp_path, programs, launcher, rank):
     program = ["-m", "globe_lightning"]
     if launcher == "torchrun":
         program = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", *program]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
-    found = subprocess.Popen(
-        [
-            *(sys.executable, *program, "fit", *SMALL, "--trainer.devices=2", f"--data.init_args.root={root}"),
-            *(f"--trainer.callbacks={callback}", f"--run.root={tmp_path}"),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-    text, _ = found.communicate(timeout=600)  # until the last process has closed its output
+    command = [sys.executable, *program, "fit", *SMALL, "--trainer.devices=2", f"--data.init_args.root={root}"]
+    held = tmp_path / "watched"
+    command.append(callbacks(Brake={"step": 4, "until": held}, Saboteur={"rank": rank, "step": 5}))
+    first = programs.start([*command, f"--run.root={tmp_path}"], "output.txt")
+    wait_for_steps(tmp_path / "quickstart", 2, [first])
+    family = programs.family(first)
+    held.touch()
+    assert len(family) >= (2 if launcher == "lightning" else 3)
+    assert programs.code(first, "output.txt", DOWN_SECONDS, family) != 0
     ended = time.monotonic()
-    assert found.returncode != 0
+    text = programs.text("output.txt")
     assert "RuntimeError: the saboteur was here" in text and "Traceback" in text
     failed = float(text.split("failing at ")[1].split()[0])
     print(f"{launcher}, process {rank}: all ended {ended - failed:.1f} s after the failure")

@@ -14,6 +14,7 @@ import pytest
 import rules
 import scaling
 import settings
+import throughput_cost
 import torch
 from sides import one_thread
 from syncs import count_operations
@@ -151,3 +152,14 @@ def test_a_small_table_of_settings(tmp_path: Path) -> None:
     single, mixed = (row["error"] for row in found["precision"])
     assert 0 < single < 1e-3 and single < mixed
     assert "bf16-mixed" in (tmp_path / "settings.md").read_text(encoding="utf-8")
+
+
+def test_the_count_of_the_throughput_callback_s_cost(small_root: str) -> None:
+    short = ["--data.init_args.n_train_points=60", "--data.init_args.n_validation=1", "--model.hidden_layer_sizes=[4]"]
+    found = throughput_cost.main(["--epochs", "2", f"--data.init_args.root={small_root}", *short])
+    assert found["steps"] == 8 and 0 < found["callback_seconds"] < found["fit_seconds"]
+    assert found["seconds"].keys() >= {*throughput_cost.HOOKS, "around plans", "rows"} - {
+        "on_validation_start",
+        "on_validation_end",
+    }
+    assert all(value > 0 for value in found["seconds"].values())

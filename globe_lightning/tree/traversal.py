@@ -196,11 +196,11 @@ class Walk:
             left = children.index_select(0, first[side, splits])
             first[side, splits] = left
             torch.add(left, 1, out=last[side, splits])
-        children = [torch.stack([first, last], dim=2).flatten(1)]
+        opened = [torch.stack([first, last], dim=2).flatten(1)]
         if n_both > n_target:
             (a, b), (c, d) = first[:, n_target:n_both], last[:, n_target:n_both]
-            children += [torch.stack([a, d]), torch.stack([c, b])]
-        return children, far, leaf
+            opened += [torch.stack([a, d]), torch.stack([c, b])]
+        return opened, far, leaf
 
     def _classes(self, t: Int[Tensor, " pairs"], s: Int[Tensor, " pairs"]) -> Int[Tensor, " pairs"]:
         """What becomes of each pair: 0 the target splits, 1 both, 2 the source, 3 two leaves, above 3 far."""

@@ -5,8 +5,8 @@
 The car-like body and the untrained kernel of ``rules.py``; only the last layer's far field varies, the latents of the
 faces are the same for all rows. Errors are taken at ``--points`` sampled points, of a plan for as many points as
 faces. A jump is a field's largest difference between two points that all but coincide, of ``--pairs`` such pairs, over
-the field's spread. Seconds are those of plans and last layer for all points, and of that with its gradient; they are
-measured at the angles ``--timed`` only, the latter up to ``--step-faces`` faces. Nothing else should run then.
+the field's spread. Seconds are those of the processors, all threads together: of plans and last layer for all points,
+and of that with its gradient. They are measured at angles ``--timed`` only, the latter up to ``--step-faces`` faces.
 Writes ``<out>.md``, ``<out>.json`` and ``<out>.png``.
 """
 
@@ -90,18 +90,18 @@ def measure(model: GLOBE, config: dict[str, Any], n_faces: int, a: argparse.Name
             before, angle = pairs[name]
             if before * (angle / theta) ** 1.5 > a.most_pairs:
                 continue
-            start = time.perf_counter()
+            start = time.process_time()
             order, plan = planned(points, faces.forest, theta, changes)
-            seconds = {"plan_seconds": time.perf_counter() - start}
+            seconds = {"plan_seconds": time.process_time() - start}
             pairs[name] = (plan.n_evaluations, theta)
             with torch.no_grad():
                 few = restricted(plan, chosen.index_select(0, order))
                 fields = fields_at(model, points, order, few, tables)
                 parts = {key: value.split([len(sampled), a.pairs, a.pairs, n_faces]) for key, value in fields.items()}
                 if theta in a.timed:
-                    start = time.perf_counter()
+                    start = time.process_time()
                     fields_at(model, points, order, plan, tables)
-                    seconds["forward_seconds"] = seconds["plan_seconds"] + time.perf_counter() - start
+                    seconds["forward_seconds"] = seconds["plan_seconds"] + time.process_time() - start
             if theta in a.timed and n_faces <= a.step_faces and not changes.get("pointwise"):
                 seconds["step_seconds"] = seconds["plan_seconds"] + step_seconds(
                     model, meshes, lengths, faces, points, order, plan
@@ -147,10 +147,10 @@ def step_seconds(
     """Seconds of the last layer and its gradient."""
     last = GLOBE(**{**cases.CAR, "n_communication_hyperlayers": 0, "hidden_layer_sizes": hidden_of(model)})
     tables = last._communicate(meshes, lengths, None, faces, points.device, True)
-    start = time.perf_counter()
+    start = time.process_time()
     fields = fields_at(last, points, order, plan, tables)
     sum(value.square().mean() for value in fields.values()).backward()  # type: ignore[union-attr]
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def hidden_of(model: GLOBE) -> list[int]:

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -174,14 +175,17 @@ class Ours(Side):
         """Record the matrix products of the forward pass and of a step that recomputes nothing; time them bare."""
         from globe_lightning.memory import chunk_budget
 
-        kept = self.model.chunk_bytes, self.model.use_gradient_checkpointing
+        kept = self.model.chunk_bytes
         # One thread sees all products; the chunks stay those of every thread.
-        self.model.chunk_bytes = (kept[0] or chunk_budget("cpu")) // torch.get_num_threads()
+        self.model.chunk_bytes = (kept or chunk_budget("cpu")) // torch.get_num_threads()
         with one_thread():
             forward = record_products(self._forward)
-            self.model.use_gradient_checkpointing = False
             step = record_products(self._step)
-        self.model.chunk_bytes, self.model.use_gradient_checkpointing = kept
+            again = record_products(self.predict) if self.model.use_gradient_checkpointing else Counter()
+        self.model.chunk_bytes = kept
+        # The backward pass computes the products of pairs again (to keep them would take too much memory), but not
+        # those of sources, which all branches share: their stride along the branches is zero.
+        step.subtract({layouts: times for layouts, times in again.items() if layouts[0][1][0]})
         self.works |= {"forward_products": bare_products(forward), "step_products": bare_products(step)}
         return {"forward": sum(forward.values()), "step": sum(step.values())}
 

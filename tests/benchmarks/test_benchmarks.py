@@ -14,6 +14,7 @@ import pytest
 import rules
 import scaling
 import settings
+import sides
 import throughput_cost
 import torch
 from sides import one_thread
@@ -105,6 +106,17 @@ def test_a_small_comparison_of_this_project_alone(tmp_path: Path) -> None:
     assert set(stored["boundaries"][0]["times"]) == {"tree", "aggregate", "plan"}
     lines = out.with_suffix(".md").read_text(encoding="utf-8").splitlines()
     assert len({line.count("|") for line in lines[2:]}) == 1, "every row has the same cells"
+
+
+def test_products_of_a_step_are_those_of_one_that_recomputes_nothing(tmp_path: Path) -> None:
+    found = []
+    for checkpointing in (True, False):
+        ours = sides.Ours()
+        ours.set_up(dims=3, n_faces=96, n_points=40, n_floor=2, state=str(tmp_path / "state.pt"), threads=1)
+        ours.model.use_gradient_checkpointing = checkpointing
+        found.append(ours.set_up_products())
+    assert found[0] == found[1]
+    assert found[0]["step"] > 2 * found[0]["forward"] > 0
 
 
 def test_a_small_run_of_the_scaling_checks(tmp_path: Path) -> None:

@@ -172,7 +172,8 @@ QUANTITIES = (
 
 def table(out: dict[str, Any]) -> str:
     """All results as Markdown."""
-    sides = list(dict.fromkeys(name for case in out["cases"] for name in case["times"]["step"])) or ["ours"]
+    works = [case["times"]["step"] for case in out["cases"]] + [own["times"]["tree"] for own in out["boundaries"]]
+    sides = list(dict.fromkeys(name for work in works for name in work))
     rows = []
     for case in out["cases"]:
         dims, n_faces, *_ = case["case"].split(":")

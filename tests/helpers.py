@@ -196,6 +196,16 @@ def fields_of(model: GLOBE, case: Case, **options: Any) -> dict[str, Tensor]:
     return flatten_data(model(*case.arguments(), **options))
 
 
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+    """Equal up to rounding, over the largest entry of each tensor."""
+    assert set(found) == set(expected)
+    for name, truth in expected.items():
+        scale = float(truth.detach().abs().max()) or 1.0
+        torch.testing.assert_close(
+            found[name], truth, rtol=0, atol=tolerance * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
 def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Largest deviation of any field over that field's own variation; NaN counts as infinite."""
     assert set(found) == set(expected)

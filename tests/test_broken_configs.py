@@ -216,6 +216,7 @@ def test_a_process_of_its_own(name, here):
 def test_the_configuration_itself_is_good(here):
     """So that every case above fails for its own reason."""
     main(["fit", *SHORT, "--data.init_args.root=dataset", "--run.name=again"])
+    assert list(here.rglob("again/checkpoints/last.ckpt"))
 
 
 def test_a_bug_is_not_taken_for_a_mistake(here, monkeypatch):

@@ -12,8 +12,8 @@ from syncs import count_syncs
 from torch import Tensor
 
 from globe_lightning import BoundaryMesh
-from globe_lightning.models.boundaries import point_targets
 from globe_lightning.models.interactions import _hand_down
+from globe_lightning.models.targets import point_targets
 from globe_lightning.tree.cluster_tree import build_forest
 from globe_lightning.tree.plan import IndexedPairs, build_plan, build_plans
 from globe_lightning.tree.proxies import Proxies

@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import (
     Case,
+    assert_same,
     fields_of,
     gradients_of,
     make_case,
@@ -28,21 +26,10 @@ from helpers import (
 from tensordict import TensorDict
 from torch import Tensor
 
-import globe_lightning.memory as memory
 from globe_lightning import GLOBE, BoundaryMesh
 
 BOTH_THETAS = pytest.mark.parametrize("theta", [0.0, 1.0])
 BOTH_DIMS = pytest.mark.parametrize("dims", [2, 3])
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
-    """Equal up to rounding, over the largest entry of each tensor."""
-    assert set(found) == set(expected)
-    for name, truth in expected.items():
-        scale = float(truth.detach().abs().max()) or 1.0
-        torch.testing.assert_close(
-            found[name], truth, rtol=0, atol=tolerance * scale, msg=lambda m, n=name: f"{n}: {m}"
-        )
 
 
 # Shapes of what comes out
@@ -323,71 +310,6 @@ def test_checkpointing_and_eval_change_nothing(dims: int, theta: float, expand: 
         assert_same(fields_of(recomputed.eval(), case), {name: field.detach() for name, field in expected.items()})
     with torch.inference_mode():
         assert relative_error(fields_of(recomputed.eval(), case), expected) < 1e-12
-
-
-@BOTH_DIMS
-@BOTH_THETAS
-def test_a_smaller_chunk_budget_changes_nothing(dims: int, theta: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, case = make_model(dims, theta=theta), make_case(dims, 24, 12, 30)
-    asked = []
-    pairs_per_chunk = memory.pairs_per_chunk
-
-    def watched(*arguments: Any) -> int:
-        asked.append(pairs_per_chunk(*arguments))
-        return asked[-1]
-
-    monkeypatch.setattr("globe_lightning.models.interactions.pairs_per_chunk", watched)
-    whole = fields_of(model, case)
-    whole_gradients = gradients_of(model, case)
-    largest = max(asked)
-    for budget in (memory.chunk_budget("cpu") // 2, 1):
-        asked.clear()
-        monkeypatch.setattr(memory, "chunk_budget", lambda *_, budget=budget: budget)
-        assert_same(fields_of(model, case), whole)
-        assert_same(gradients_of(model, case), whole_gradients)
-        assert max(asked) < largest
-    assert max(asked) == 256
-
-
-def test_memory_figures_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert memory.chunk_budget("cpu") <= memory.total_memory("cpu") * memory.MAX_SHARE
-    assert memory.pairs_per_chunk(torch.device("cpu"), 1000, 1_000_000) == 1000
-    assert memory.pairs_per_chunk(torch.device("cpu"), 10**9, 1) == 256
-    before = memory.total_memory("cpu")
-    monkeypatch.setattr("psutil.virtual_memory", lambda: pytest.fail("asked the driver again"))
-    assert memory.total_memory("cpu") == before
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's counter of page faults")
-def test_chunks_reuse_their_memory() -> None:
-    """Pages that a training step asks the kernel for, in a process of its own with two threads."""
-    script = """
-import resource, sys
-import torch
-from helpers import fields_of, make_case, make_model
-from globe_lightning import memory
-torch.set_num_threads(2)
-model = make_model(3, torch.float32, hidden_layer_sizes=[64, 64], n_communication_hyperlayers=0)
-case = make_case(3, 200, 100, 200, dtype=torch.float32)
-if sys.argv[1] == "off":
-    memory.keep_freed_memory = lambda: False
-    import globe_lightning.models.interactions as interactions
-    interactions.keep_freed_memory = lambda: False
-def step():
-    sum(field.square().sum() for field in fields_of(model, case).values()).backward()
-step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(2):
-    step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-    found = {}
-    for mode in ("off", "on"):
-        command = [sys.executable, "-c", script, mode]
-        out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
-        found[mode] = int(out.stdout)
-    print(f"\npages asked for in two steps: {found}")
-    assert found["on"] < found["off"] / 2
 
 
 @BOTH_DIMS

@@ -172,7 +172,7 @@ def test_code_in_a_pickle_is_not_run(members: dict[str, bytes], tmp_path: Path) 
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("extra", ["../outside.txt", "/tmp/outside.txt", "model.pt/../x", "notes.txt", "sub/"])
+@pytest.mark.parametrize("extra", ["../outside.txt", "/outside.txt", "model.pt/../x", "notes.txt", "sub/"])
 def test_no_other_member_is_accepted(members: dict[str, bytes], tmp_path: Path, extra: str) -> None:
     path = write_zip(tmp_path / "extra.mdlus", {**members, extra: b"x"})
     with pytest.raises(ValueError, match=r"expected an archive of exactly .*found 4 members"):

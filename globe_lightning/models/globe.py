@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from globe_lightning.fields import FieldLayout, flatten_data
 from globe_lightning.mesh import BoundaryMesh
-from globe_lightning.models.boundaries import Boundary, Targets, face_targets, point_targets, sort_boundaries
+from globe_lightning.models.boundaries import Boundary, sort_boundaries
 from globe_lightning.models.features import magnitude_and_direction
 from globe_lightning.models.interactions import evaluate_plan
 from globe_lightning.models.kernel import SourceVectors
 from globe_lightning.models.multiscale import MultiscaleKernel, SourceTable, module_key
 from globe_lightning.models.plans import Planner, Plans, PredictionPlan, require_fitting
+from globe_lightning.models.targets import Targets, face_targets, point_targets
 from globe_lightning.tree.plan import InteractionPlan
 from globe_lightning.tree.prefix_sums import range_means, range_sums
 from globe_lightning.validation import NumberChecks, check_conditions, check_geometry

@@ -13,10 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from globe_lightning.memory import keep_freed_memory, pairs_per_chunk
-from globe_lightning.models.boundaries import Targets
 from globe_lightning.models.multiscale import SourceTable
 from globe_lightning.models.pair_functions import PairFunctions, pair_functions
 from globe_lightning.models.pairs import KernelShape, Values, Weights
+from globe_lightning.models.targets import Targets
 from globe_lightning.tree.plan import DenseBlock, IndexedBlock, InteractionPlan
 from globe_lightning.tree.prefix_sums import push_down
 from globe_lightning.tree.proxies import Proxies

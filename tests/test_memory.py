@@ -1,0 +1,79 @@
+"""The budget of a chunk bounds memory and changes no result, and chunks reuse what others have freed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same, fields_of, gradients_of, make_case, make_model
+
+import globe_lightning.memory as memory
+
+
+@pytest.mark.parametrize("theta", [0.0, 1.0])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_smaller_chunk_budget_changes_nothing(dims: int, theta: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, case = make_model(dims, theta=theta), make_case(dims, 24, 12, 30)
+    asked = []
+    pairs_per_chunk = memory.pairs_per_chunk
+
+    def watched(*arguments: Any) -> int:
+        asked.append(pairs_per_chunk(*arguments))
+        return asked[-1]
+
+    monkeypatch.setattr("globe_lightning.models.interactions.pairs_per_chunk", watched)
+    whole = fields_of(model, case)
+    whole_gradients = gradients_of(model, case)
+    largest = max(asked)
+    for budget in (memory.chunk_budget("cpu") // 2, 1):
+        asked.clear()
+        monkeypatch.setattr(memory, "chunk_budget", lambda *_, budget=budget: budget)
+        assert_same(fields_of(model, case), whole)
+        assert_same(gradients_of(model, case), whole_gradients)
+        assert max(asked) < largest
+    assert max(asked) == 256
+
+
+def test_memory_figures_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory.chunk_budget("cpu") <= memory.total_memory("cpu") * memory.MAX_SHARE
+    assert memory.pairs_per_chunk(torch.device("cpu"), 1000, 1_000_000) == 1000
+    assert memory.pairs_per_chunk(torch.device("cpu"), 10**9, 1) == 256
+    before = memory.total_memory("cpu")
+    monkeypatch.setattr("psutil.virtual_memory", lambda: pytest.fail("asked the driver again"))
+    assert memory.total_memory("cpu") == before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's counter of page faults")
+def test_chunks_reuse_their_memory() -> None:
+    """Pages that a training step asks the kernel for, in a process of its own with two threads."""
+    script = """
+import resource, sys
+import torch
+from helpers import fields_of, make_case, make_model
+from globe_lightning import memory
+torch.set_num_threads(2)
+model = make_model(3, torch.float32, hidden_layer_sizes=[64, 64], n_communication_hyperlayers=0)
+case = make_case(3, 200, 100, 200, dtype=torch.float32)
+if sys.argv[1] == "off":
+    memory.keep_freed_memory = lambda: False
+    import globe_lightning.models.interactions as interactions
+    interactions.keep_freed_memory = lambda: False
+def step():
+    sum(field.square().sum() for field in fields_of(model, case).values()).backward()
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(2):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    found = {}
+    for mode in ("off", "on"):
+        command = [sys.executable, "-c", script, mode]
+        out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+        found[mode] = int(out.stdout)
+    print(f"\npages asked for in two steps: {found}")
+    assert found["on"] < found["off"] / 2

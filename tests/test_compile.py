@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Case, fields_of, gradients_of, make_case, make_model, relative_error
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from globe_lightning import GLOBE
 from globe_lightning.models.pair_functions import pair_functions
@@ -78,6 +79,21 @@ def test_a_gradient_of_a_gradient_is_not_compiled(counted: Any) -> None:
         (second,) = torch.autograd.grad(slope.square().sum(), case.prediction_points)
         found.append(second)
     torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)
+
+
+def test_no_two_graphs_share_a_list_that_threads_search(counted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call reorders the compiler's list of graphs of a code: a thread may miss the one that another moves."""
+    given, real = [], torch.compile
+
+    def compile_quickly(function: Any, **options: Any) -> Any:
+        given.append(function)
+        return real(function, **options, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", compile_quickly)
+    _, compiled = models(2, hidden_layer_sizes=(8,), n_communication_hyperlayers=0)
+    gradients_of(compiled, make_case(2, 12, 9, 20))
+    entries = [len(_debug_get_cache_entry_list(function.__code__)) for function in given]
+    assert entries == [1, 1, 1, 1]  # sums and gradients, of two boundary types
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from threading import Lock
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,6 @@ from torch import Tensor
 
 from globe_lightning.models.pairs import KernelShape, PairGradients, Values, Weights, contributions, gradients
 
-MAX_GRAPHS = 64
-"""Every layer and boundary type may have a shape of its own, and every precision a graph."""
 LONG = 4096
 
 
@@ -76,8 +75,7 @@ class _Compiled:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.plain = function
-        self.function = torch.compile(function, fullgraph=True)
-        self.known: set[Any] = set()
+        self.graphs: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, *inputs: Any) -> Any:
         n_pairs = inputs[0].shape[1]
@@ -85,13 +83,27 @@ class _Compiled:
             return self.plain(*inputs)
         # The compiler treats long sums in another way than short ones.
         kinds = _kinds([torch.get_num_threads(), n_pairs > LONG, inputs])
-        if kinds in self.known:
-            return self.function(*inputs)
-        with self.lock, torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
-            _mark_pairs(inputs, n_pairs)
-            out = self.function(*inputs)
-            self.known.add(kinds)
-            return out
+        if kinds in self.graphs:
+            return self.graphs[kinds](*inputs)
+        with self.lock:
+            if kinds not in self.graphs:
+                _mark_pairs(inputs, n_pairs)
+                graph = torch.compile(_copy(self.plain), fullgraph=True)
+                out = graph(*inputs)
+                self.graphs[kinds] = graph
+                return out
+        return self.graphs[kinds](*inputs)
+
+
+def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a code object of its own.
+
+    The compiler lists its graphs by code object, and reorders the list at every call. A thread that looks for its graph
+    while another reorders may miss it, and compiles it once more: each list must hold no more than one.
+    """
+    assert isinstance(function, FunctionType)
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
 def _mark_pairs(inputs: Sequence[Any], n_pairs: int) -> None:

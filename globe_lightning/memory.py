@@ -14,7 +14,7 @@ import torch
 
 # On a CPU a chunk that stays near the cache is fastest; on a GPU large launches are.
 CPU_CHUNK_BYTES = 32 << 20
-GPU_CHUNK_BYTES = 2 << 30
+GPU_CHUNK_BYTES = 4 << 30
 # One chunk never takes more than this share of the device's memory, however small the device.
 MAX_SHARE = 1 / 16
 

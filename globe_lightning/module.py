@@ -87,7 +87,7 @@ class GlobeLightningModule(pl.LightningModule):
         initial_amplitude: size of a fresh Pade kernel's outputs; about one over the sum of the face areas, over the
             reference area, that act on a face.
         chunk_bytes: what the temporaries of all pairs in flight may take; None for the device's default (32 MiB on
-            a CPU, 2 GiB on a GPU).
+            a CPU, 4 GiB on a GPU).
         compile: compile what is computed for a pair: faster after the first step.
         loss_scales: {field: error that counts as large}; 1 for fields not named.
         optimizer: "muon" (Muon for matrices, RAdam for the rest), "radam" or "adamw".

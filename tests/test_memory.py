@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,36 @@ def test_a_smaller_chunk_budget_changes_nothing(dims: int, theta: float, monkeyp
         assert_same(gradients_of(model, case), whole_gradients)
         assert max(asked) < largest
     assert max(asked) == 256
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_the_budget_bounds_what_chunks_take(dims: int) -> None:
+    """Live bytes of all tensors: with twice the budget no more than once the budget is added."""
+    case = make_case(dims, 60, 40, 300, dtype=torch.float32)
+
+    def peaks(budget: int) -> tuple[int, int]:
+        model = make_model(dims, torch.float32, hidden_layer_sizes=[48, 48], chunk_bytes=budget)
+        with torch.no_grad():
+            forward = peak_of_live_bytes(lambda: fields_of(model, case))
+        return forward, peak_of_live_bytes(lambda: gradients_of(model, case))
+
+    budget = 4 << 20
+    for once, twice in zip(peaks(budget), peaks(2 * budget), strict=True):
+        assert 0.4 * budget < twice - once < 1.1 * budget
+
+
+def peak_of_live_bytes(work: Callable[[], Any]) -> int:
+    """The most that tensors made by a call take at a time, by the allocator's own record; on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            work()
+    finally:
+        torch.set_num_threads(threads)
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(accumulate(nbytes for _, nbytes in changes))
 
 
 def test_memory_figures_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,9 +295,9 @@ def bytes_per_pair(table: SourceTable, itemsize: int, with_gradient: bool) -> in
     columns = weights.first.shape[1]
     one = columns + shape.n_outputs
     if with_gradient:
-        size = 3 * columns + 2 * sum(widths) + 2 * max(widths) + 2 * weights.last.shape[1] + 4 * shape.n_outputs
+        size = 3 * columns + 2 * sum(widths) + 3 * max(widths) + 4 * weights.last.shape[1] + 6 * shape.n_outputs
     else:
-        size = 2 * columns + 3 * max(widths) + 2 * weights.last.shape[1] + shape.n_outputs
+        size = 2 * columns + 2 * max(widths) + weights.last.shape[1] + shape.n_outputs
     return (size * shape.n_branches + 3 * shape.n_features + 3 * one) * itemsize
 
 

@@ -43,7 +43,7 @@ def pair_functions(shape: KernelShape, compiled: bool) -> PairFunctions:
     """
 
     def sums(*inputs: Any) -> Tensor:
-        return contributions(shape, *inputs)[0]
+        return contributions(shape, *inputs, False)[0]
 
     def sums_and_values(*inputs: Any) -> tuple[Tensor, Values]:
         return contributions(shape, *inputs)

@@ -122,6 +122,7 @@ def contributions(
     inverse_length: Float[Tensor, "branches 1"],
     smoothing: Float[Tensor, ""],
     weights: Weights,
+    keep: bool = True,
 ) -> tuple[Float[Tensor, "columns pairs"], Values]:
     """What every pair contributes to the output columns, summed over the branches.
 
@@ -137,6 +138,7 @@ def contributions(
         inverse_length: 1 / (l_m exp(a_m)) [1/m].
         smoothing: eps of the magnitudes, squared.
         weights: of the networks.
+        keep: whether the gradient's values are wanted whole; else hidden layers overwrite each other.
     """
     u, m, s, weight = split_features(shape, features)
     d2 = displacement.square().sum(dim=0)
@@ -152,12 +154,8 @@ def contributions(
     polynomials = legendre(cosines, shape.n_harmonics)
     columns = torch.cat([logs[:, :1], *(logs[:, 1:] * p for p in polynomials)], dim=1).to(hidden.dtype)
 
-    z = [_affine(columns.transpose(1, 2), weights.first, hidden)]
-    a = [F.silu(z[0])]
-    for matrix, bias in zip(weights.matrices, weights.biases, strict=True):
-        z.append(_affine(a[-1], matrix, bias))
-        a.append(F.silu(z[-1]))
-    raw = _affine(weights.last, a[-1].transpose(1, 2), weights.last_bias).to(r2.dtype)
+    before, after = _perceptron(columns.transpose(1, 2), hidden, weights, keep)
+    raw = _affine(weights.last, after[-1].transpose(1, 2), weights.last_bias).to(r2.dtype)
     if shape.beta is None:
         y = torch.tanh(raw)
     else:
@@ -177,8 +175,8 @@ def contributions(
         vectors = summed_radial.unsqueeze(1) * displacement + (tangential.unsqueeze(2) * scaled).sum(dim=1)
         out = torch.cat([out, vectors.flatten(0, 1)])
     values = Values(
-        d2, projections, r2, m_r, to_unit, cosines, arguments, expm1, log1p, polynomials, columns, z, a, raw, y,
-        envelope, g, radial, summed_radial, tangential,
+        d2, projections, r2, m_r, to_unit, cosines, arguments, expm1, log1p, polynomials, columns, before, after, raw,
+        y, envelope, g, radial, summed_radial, tangential,
     )  # fmt: skip
     return out, values
 
@@ -291,6 +289,24 @@ def gradients(
         of_features_ = torch.cat([of_u.flatten(0, 1), of_m, of_s, of_g * v.envelope])
     of_weights = Weights(of_first, of_matrices, of_biases, of_last, of_last_bias)
     return PairGradients(of_displacement_, of_features_, of_hidden, of_length, of_weights)
+
+
+def _perceptron(
+    x: Float[Tensor, "branches pairs columns"],
+    hidden: Float[Tensor, "branches pairs hidden"],
+    weights: Weights,
+    keep: bool,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """All hidden layers before and after their activation; of the last alone, in one memory, if not to be kept."""
+    inplace = not (keep or torch.is_grad_enabled() or torch.compiler.is_compiling())
+    before = [_affine(x, weights.first, hidden)]
+    after = [F.silu(before[0], inplace=inplace)]
+    for matrix, bias in zip(weights.matrices, weights.biases, strict=True):
+        before.append(_affine(after[-1], matrix, bias))
+        after.append(F.silu(before[-1], inplace=inplace))
+        if not keep:
+            del before[0], after[0]
+    return before, after
 
 
 def _affine(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:

@@ -42,8 +42,15 @@ def pair_functions(shape: KernelShape, compiled: bool) -> PairFunctions:
             first use of each function, and a C++ compiler on a CPU.
     """
 
-    def sums(*inputs: Any) -> Tensor:
-        return contributions(shape, *inputs, False)[0]
+    def sums(
+        displacement: Tensor,
+        features: Tensor,
+        hidden: Tensor,
+        inverse_length: Tensor,
+        smoothing: Tensor,
+        weights: Weights,
+    ) -> Tensor:
+        return contributions(shape, displacement, features, hidden, inverse_length, smoothing, weights, keep=False)[0]
 
     def sums_and_values(*inputs: Any) -> tuple[Tensor, Values]:
         return contributions(shape, *inputs)

@@ -6,7 +6,8 @@ The car-like body and the untrained kernel of ``rules.py``; only the last layer'
 faces are the same for all rows. Errors are taken at ``--points`` sampled points, of a plan for as many points as
 faces. A jump is a field's largest difference between two points that all but coincide, of ``--pairs`` such pairs, over
 the field's spread. Seconds are those of the processors, all threads together: of plans and last layer for all points,
-and of that with its gradient. They are measured at angles ``--timed`` only, the latter up to ``--step-faces`` faces.
+and of that with its gradient, and megabytes what the latter takes beside the plan, and the plan. They are measured at
+angles ``--timed`` only, those of the gradient up to ``--step-faces`` faces.
 Writes ``<out>.md``, ``<out>.json`` and ``<out>.png``.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 import cases
 import rules
 import torch
+from measure import timed
 from torch import Tensor
 
 from globe_lightning import GLOBE
@@ -43,13 +45,13 @@ def main(args: list[str] | None = None) -> list[dict[str, Any]]:
     """Measure, write the files, return the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faces", nargs="*", type=int, default=[5000, 20_000, 80_000])
-    parser.add_argument("--thetas", nargs="*", type=float, default=[0.5, 0.7, 1.0, 1.4, 2.0])
+    parser.add_argument("--thetas", nargs="*", type=float, default=[0.5, 0.7, 0.8, 1.0, 1.4, 2.0])
     parser.add_argument("--far-fields", nargs="*", default=list(FIELDS), choices=FIELDS)
-    parser.add_argument("--timed", nargs="*", type=float, default=[1.0])
-    parser.add_argument("--step-faces", type=int, default=20_000)
+    parser.add_argument("--timed", nargs="*", type=float, default=[0.8, 1.0])
+    parser.add_argument("--step-faces", type=int, default=80_000)
     parser.add_argument("--most-pairs", type=float, default=2.2e8, help="of a plan: memory; larger ones are left out")
     parser.add_argument("--points", type=int, default=300)
-    parser.add_argument("--pairs", type=int, default=300)
+    parser.add_argument("--pairs", type=int, default=1000)
     parser.add_argument("--floor", type=int, default=19)
     parser.add_argument("--hidden", nargs="*", type=int, default=[64, 64, 64])
     parser.add_argument("--out", default="far_field")
@@ -105,9 +107,10 @@ def measure(model: GLOBE, config: dict[str, Any], n_faces: int, a: argparse.Name
                     fields_at(model, points, order, plan, tables)
                     seconds["forward_seconds"] = seconds["plan_seconds"] + time.process_time() - start
             if theta in a.timed and n_faces <= a.step_faces and not changes.get("pointwise"):
-                seconds["step_seconds"] = seconds["plan_seconds"] + step_seconds(
-                    model, meshes, lengths, faces, points, order, plan
-                )
+                step = timed_step(model, meshes, lengths, faces, points, order, plan)
+                seconds["step_seconds"] = seconds["plan_seconds"] + step["cpu_seconds"]
+                seconds["step_mb"] = step["peak_mb"]
+                seconds["plan_mb"] = sum(p.targets.nbytes + p.sources.nbytes for p in plan.pairs) / 2**20
             row = {"faces": n_faces, "theta": theta, "far field": name, "evaluations": plan.n_evaluations / len(points)}
             rows.append({**row, **errors(parts, truth), **seconds})
             print(rows[-1], flush=True)
@@ -143,16 +146,18 @@ def fields_at(model: GLOBE, points: Tensor, order: Tensor, plan: InteractionPlan
     return flatten_data(model._calibrate(packed))
 
 
-def step_seconds(
+def timed_step(
     model: GLOBE, meshes: Any, lengths: Any, faces: Any, points: Tensor, order: Tensor, plan: InteractionPlan
-) -> float:
-    """Seconds of the last layer and its gradient."""
+) -> dict[str, float]:
+    """Seconds and memory of the last layer and its gradient."""
     last = GLOBE(**{**cases.CAR, "n_communication_hyperlayers": 0, "hidden_layer_sizes": hidden_of(model)})
     tables = last._communicate(meshes, lengths, None, faces, points.device, True)
-    start = time.process_time()
-    fields = fields_at(last, points, order, plan, tables)
-    sum(value.square().mean() for value in fields.values()).backward()  # type: ignore[union-attr]
-    return time.process_time() - start
+
+    def work() -> None:
+        fields = fields_at(last, points, order, plan, tables)
+        sum(value.square().mean() for value in fields.values()).backward()  # type: ignore[union-attr]
+
+    return timed(work)
 
 
 def hidden_of(model: GLOBE) -> list[int]:
@@ -185,8 +190,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     """One line a row; empty where not measured."""
     keys = ["faces", "theta", "far field", "evaluations"]
     keys += [key for key in rows[0] if key.startswith(("error", "jump"))] + ["forward_seconds", "step_seconds"]
+    keys += ["step_mb", "plan_mb"]
     lines = ["| " + " | ".join(key.replace("_", " ") for key in keys) + " |", "| --- " * len(keys) + "|"]
     formats = {"faces": "{:,}", "theta": "{:g}", "far field": "{}", "evaluations": "{:.0f}"}
+    formats |= dict.fromkeys(("forward_seconds", "step_seconds", "step_mb", "plan_mb"), "{:.3g}")
     for row in rows:
         cells = [formats.get(key, "{:.2g}").format(row[key]) if key in row else "" for key in keys]
         lines.append("| " + " | ".join(cells) + " |")

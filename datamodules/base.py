@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from datamodules.cache import CaseCache, user_cache_dir
 from datamodules.dataset import CaseOrder, MeshDataset, MeshSource, Preparation, PreparationError, stable_seed
-from globe_lightning.sample import SampleSchema
+from globe_lightning.sample import Sample, SampleSchema
 
 SPLITS = ("train", "val", "test", "predict")
 MAX_WORKERS = 4
@@ -166,6 +166,7 @@ class MeshDataModule(LightningDataModule, ABC):
         self.persistent_workers = persistent_workers
         self.seed = seed
         self.datasets: dict[str, MeshDataset] = {}
+        self.plan_ahead: Callable[[Sample], Any] | None = None  # of train samples; a model sets it
 
     #: Where the targets live in ``case_mesh``: "point" or "cell".
     field_association: str = "point"
@@ -324,6 +325,8 @@ class MeshDataModule(LightningDataModule, ABC):
             raise RuntimeError(f"the {split} dataset is not built yet; call setup() first")
         dataset = self.datasets[split]
         dataset.trainer = self.trainer
+        # Other splits are predicted chunk by chunk, in memory that does not grow with the case.
+        dataset.plan_ahead = self.plan_ahead if split == "train" else None
         workers = min(self._n_workers(), len(dataset))
         return EpochDataLoader(
             dataset,

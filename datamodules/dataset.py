@@ -10,7 +10,7 @@ import json
 import os
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,9 @@ class MeshDataset(Dataset[Sample]):
         cases: names, in the split's order.
         split: "train", "val", "test" or "predict".
         seed: seed of the draws.
+
+    Attributes:
+        plan_ahead: builds a sample's plans where the sample is made, so that a step finds them ready; None for none.
     """
 
     def __init__(self, source: MeshSource, cache: CaseCache, cases: Sequence[str], split: str, seed: int) -> None:
@@ -120,6 +123,7 @@ class MeshDataset(Dataset[Sample]):
         self.split = split
         self.seed = seed
         self.trainer: Any = None
+        self.plan_ahead: Callable[[Sample], Any] | None = None
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def __len__(self) -> int:
@@ -150,7 +154,10 @@ class MeshDataset(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         case = self.cases[index]
         draws = Draws(self.seed, self.split, self.epoch, case)
-        return self.source.sample(case, index, self.arrays(case), draws)
+        sample = self.source.sample(case, index, self.arrays(case), draws)
+        if self.plan_ahead is not None:
+            sample.plans = self.plan_ahead(sample)
+        return sample
 
 
 class CaseOrder(DistributedSampler):

@@ -83,7 +83,8 @@ class GlobeLightningModule(pl.LightningModule):
         expand_far_targets: evaluate each target of a far pair by itself.
         far_field_order: 0: a far pair acts on all targets of a node alike; 1: by an affine field over the node.
         use_gradient_checkpointing: recompute kernels in the backward pass instead of storing them.
-        tree_build_device: where trees and plans are built, "cpu" or "cuda"; None where the sample is.
+        tree_build_device: where trees and plans are built, "cpu" or "cuda"; None where the sample is; "workers": those
+            of training by the data loader's workers, so that a step finds them ready.
         initial_amplitude: size of a fresh Pade kernel's outputs; about one over the sum of the face areas, over the
             reference area, that act on a face.
         chunk_bytes: what the temporaries of all pairs in flight may take; None for the device's default (32 MiB on
@@ -156,15 +157,18 @@ class GlobeLightningModule(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters(values)
         check_training_arguments(**{name: values[name] for name in TRAINING_ARGUMENTS})
-        if tree_build_device is not None and tree_build_device.partition(":")[0] not in ("cpu", "cuda"):
-            raise ValueError(f"tree_build_device: expected cpu, cuda or null, found {tree_build_device!r}")
+        if (tree_build_device or "cpu").partition(":")[0] not in ("cpu", "cuda", "workers"):
+            raise ValueError(f"tree_build_device: expected cpu, cuda, workers or null, found {tree_build_device!r}")
         if prediction_chunk_size not in ("auto", None) and int(prediction_chunk_size) < 1:
             raise ValueError(f"prediction_chunk_size: expected auto, null or 1 or more, found {prediction_chunk_size}")
         if max_bad_batches < 0:
             raise ValueError(f"max_bad_batches: expected 0 or more, found {max_bad_batches}")
         self.schema = SampleSchema(**{name: values[name] for name in SCHEMA_ARGUMENTS if values[name] is not None})
         self.field_ranks = flatten_ranks(output_field_ranks, "output_field_ranks")
-        self.network = GLOBE(**{name: values[name] for name in NETWORK_ARGUMENTS})
+        network = {name: values[name] for name in NETWORK_ARGUMENTS}
+        if tree_build_device == "workers":
+            network["tree_build_device"] = None
+        self.network = GLOBE(**network)
         self._start_at_scales(complete_scales(loss_scales, list(self.field_ranks)))
         self.geometry_arguments: dict[str, Any] = {}  # how the training's data module prepares a geometry
         self.latest_prediction: dict[str, Tensor] | None = None
@@ -238,6 +242,8 @@ class GlobeLightningModule(pl.LightningModule):
             self._refuse_differences(data, "the data module's samples do not fit the model")
         if stage == "fit" and hasattr(module, "geometry_arguments"):
             self.geometry_arguments = plain(module.geometry_arguments())
+        if stage == "fit" and self.hparams["tree_build_device"] == "workers" and hasattr(module, "plan_ahead"):
+            module.plan_ahead = self.network.plan_ahead(self.hparams["prediction_chunk_size"])
 
     def _refuse_differences(self, other: SampleSchema, what: str) -> None:
         lines = self.schema.differences(other)
@@ -248,7 +254,7 @@ class GlobeLightningModule(pl.LightningModule):
 
     @torch.no_grad()
     def build_plans(self, sample: Sample) -> Any:
-        """Trees and interaction plans of a sample, in full precision, on ``tree_build_device``.
+        """Trees and interaction plans of a sample, in full precision, on ``tree_build_device`` or built ahead.
 
         Raises:
             ValueError: a number of the sample is unusable; the message names the case, what and how many.
@@ -261,6 +267,7 @@ class GlobeLightningModule(pl.LightningModule):
                     self.hparams["prediction_chunk_size"],
                     reference_lengths=sample.reference_lengths,
                     global_data=sample.global_data,
+                    ahead=sample.plans,
                 )
             except (TypeError, ValueError) as error:
                 raise type(error)(f"case {sample.case!r}: {error}") from error

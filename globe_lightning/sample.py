@@ -81,6 +81,8 @@ class Sample:
         point_ids: (n,) row of each prediction point in the case's full mesh, or None if the points are all of it in
             its own order.
         scales: factors that turn nondimensional fields into the dataset's units, {"U_inf": 50.0}; plain numbers.
+        plans: trees and interaction plans of exactly these faces and points, built ahead (``models.plans.Plans``), or
+            None: the model builds them.
     """
 
     case: str
@@ -93,9 +95,12 @@ class Sample:
     force_surface: ForceSurface | None = None
     point_ids: Int[Tensor, " points"] | None = None
     scales: dict[str, float] = field(default_factory=dict)
+    plans: Any = None
 
     def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> Sample:
         """Move in place to a device; returns itself."""
+        if self.plans is not None and device is not None:
+            self.plans = self.plans.to(device)
         return _convert(self, lambda t: t.to(device=device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Sample:

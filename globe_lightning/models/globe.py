@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from globe_lightning.models.features import magnitude_and_direction
 from globe_lightning.models.interactions import evaluate_plan
 from globe_lightning.models.kernel import SourceVectors
 from globe_lightning.models.multiscale import MultiscaleKernel, SourceTable, module_key
-from globe_lightning.models.plans import Planner, Plans, PredictionPlan, require_fitting
+from globe_lightning.models.plans import PlanAhead, Planner, Plans, PredictionPlan, require_fitting
 from globe_lightning.models.targets import Targets, face_targets, point_targets
 from globe_lightning.tree.plan import InteractionPlan
 from globe_lightning.tree.prefix_sums import range_means, range_sums
@@ -257,6 +258,7 @@ class GLOBE(nn.Module):
         *,
         reference_lengths: Mapping[str, Any] | None = None,
         global_data: Mapping[str, Any] | TensorDictBase | None = None,
+        ahead: Plans | None = None,
     ) -> Plans:
         """Check a sample and build its trees and interaction plans, never under autocast.
 
@@ -266,12 +268,20 @@ class GLOBE(nn.Module):
             prediction_chunk_size: points that share one plan: "auto" as many as there are faces in total, None all,
                 or a number.
             reference_lengths, global_data: checked along with the geometry if given; plans do not depend on them.
+            ahead: plans of :meth:`plan_ahead` for this sample: it is checked alone.
 
         Raises:
             TypeError, ValueError: something of the sample does not fit; see ``validation``.
         """
         meshes = self._checked_meshes(prediction_points, boundary_meshes, reference_lengths, global_data)
+        if ahead is not None:
+            return ahead
         return self._planner(prediction_points.device).plan_sample(meshes, prediction_points, prediction_chunk_size)
+
+    def plan_ahead(self, prediction_chunk_size: int | Literal["auto"] | None = "auto") -> PlanAhead:
+        """What plans samples on a CPU before the model sees them, in another process too."""
+        planner = replace(self._planner(torch.device("cpu")), build_device=torch.device("cpu"))
+        return PlanAhead(planner, list(self.source_layouts), prediction_chunk_size)
 
     def _planner(self, device: torch.device) -> Planner:
         build = self.tree_build_device or device

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from globe_lightning.mesh import BoundaryMesh
+from globe_lightning.sample import Sample
 from globe_lightning.tree.cluster_tree import ClusterForest, build_forest, loose_points
 from globe_lightning.tree.morton import morton_codes
 from globe_lightning.tree.plan import InteractionPlan, build_plan, build_plans
@@ -45,6 +46,13 @@ class Plans:
     forest: ClusterForest
     communication: InteractionPlan
     prediction: PredictionPlan | None
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Plans:
+        """The same plans on a device."""
+        own = self.prediction
+        if own is not None:
+            own = PredictionPlan(own.first, own.last, own.order.to(device), own.plan.to(device))
+        return Plans(self.kinds, self.forest.to(device), self.communication.to(device), own)
 
     @property
     def n_evaluations(self) -> dict[str, int]:
@@ -154,6 +162,30 @@ class Planner:
             raise ValueError(f'prediction_chunk_size: expected "auto", None or a positive integer, found {requested!r}')
         for first in range(0, n_points, size):
             yield first, min(n_points, first + size)
+
+
+@dataclass(frozen=True)
+class PlanAhead:
+    """Plans a sample where it is made, as in a data loader's worker; plain values that travel to other processes.
+
+    Attributes:
+        planner: on the CPU.
+        kinds: boundary types in the order that the model declares them in.
+        requested: prediction points that share one plan.
+    """
+
+    planner: Planner
+    kinds: list[str]
+    requested: int | Literal["auto"] | None
+
+    def __call__(self, sample: Sample) -> Plans | None:
+        """The plans of a sample; None for one of unusable numbers, which the model refuses in words."""
+        meshes = {kind: sample.boundary_meshes[kind] for kind in self.kinds if kind in sample.boundary_meshes}
+        meshes = {kind: mesh for kind, mesh in meshes.items() if mesh.n_faces}
+        finite = [sample.prediction_points, *(mesh.points for mesh in meshes.values())]
+        if not meshes or not all(bool(points.isfinite().all()) for points in finite):
+            return None
+        return self.planner.plan_sample(meshes, sample.prediction_points, self.requested)
 
 
 def require_fitting(plans: Plans, points: Tensor, boundary_meshes: Mapping[str, BoundaryMesh]) -> None:

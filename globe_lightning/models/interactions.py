@@ -319,21 +319,18 @@ def _affine_fields(plan: InteractionPlan, targets: Targets, proxies: Proxies, bu
     """At every point the affine fields of all nodes and groups that it belongs to, as float64 (points, columns)."""
     x = targets.points.to(torch.float64)
 
-    def packed(proxies: Proxies, first: int, last: int) -> Tensor:
-        """Constants and slopes of nodes side by side (nodes, (1 + D) columns)."""
-        constants, slopes = proxies.affine(buffer[first:last].t().unflatten(1, (-1, plan.n_proxies)))
-        return torch.cat([constants.unsqueeze(0), slopes]).flatten(0, 1).t()
-
     def at(x: Tensor, fields: Tensor) -> Tensor:
         constants, *slopes = fields.chunk(1 + x.shape[1], dim=1)
         for slope, coordinate in zip(slopes, x.unbind(1), strict=True):
             constants = torch.addcmul(constants, slope, coordinate.unsqueeze(1))
         return constants
 
-    nodes = packed(proxies, plan.n_points, plan.first_group)
-    out = at(x, push_down(nodes, plan.node_start, plan.node_end, plan.n_points))
+    # Constants and slopes side by side: ([nodes | groups], (1 + D) columns).
+    constants, slopes = proxies.affine(buffer[plan.n_points :].t().unflatten(1, (-1, plan.n_proxies)))
+    fields = torch.cat([constants.unsqueeze(0), slopes]).flatten(0, 1).t()
+    out = at(x, push_down(fields[: plan.n_nodes], plan.node_start, plan.node_end, plan.n_points))
     if plan.n_groups:
         groups, points = plan.members
-        fields = packed(proxies.select(plan.group_nodes), plan.first_group, plan.n_rows)
-        out = out.index_add(0, points, at(x.index_select(0, points), fields.index_select(0, groups)))
+        of_members = fields[plan.n_nodes :].index_select(0, groups)
+        out = out.index_add(0, points, at(x.index_select(0, points), of_members))
     return out

@@ -23,7 +23,7 @@ class Targets:
         tables: for each source tree the target rows [points | nodes | groups] (D, rows) [m]: the mean point of a node
             depends on whether it belongs to the same boundary; proxy points do not.
         points: (n, D) [m].
-        proxies: of the target nodes, in a far field of first order; they follow from the plan alone.
+        proxies: of [nodes | groups], in a far field of first order; they follow from the plan alone.
     """
 
     tables: list[Float[Tensor, "dims rows"]]
@@ -58,8 +58,7 @@ def face_targets(plans: Plans, boundaries: list[Boundary]) -> Targets:
 def _proxy_targets(plan: InteractionPlan, points: Tensor, n_trees: int) -> Targets:
     assert plan.boxes is not None, "plans of proxy points hold boxes"
     proxies = Proxies.of(plan.boxes)
-    at = proxies.points.to(points.dtype)
-    table = torch.cat([points, at.flatten(0, 1), at.index_select(0, plan.group_nodes).flatten(0, 1)])
+    table = torch.cat([points, proxies.points.to(points.dtype).flatten(0, 1)])
     return Targets([table.t().contiguous()] * n_trees, points, proxies)
 
 

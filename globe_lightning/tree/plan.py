@@ -17,7 +17,7 @@ leaf's mean point. What nodes and groups receive is handed to their points after
 
 In a far field of first order a node is evaluated at several proxy points instead of its mean point, and a group at
 those of its leaf (see ``proxies``): every such pair stands there once for each proxy point, each of which is a target
-row. A node of no more points than proxies is evaluated at its points.
+row. A node of no more points than proxies is evaluated at its points; it has no rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from globe_lightning.tree.cluster_tree import ClusterForest
+from globe_lightning.tree.cluster_tree import ClusterForest, tree_shape
 from globe_lightning.tree.leaf_pairs import LeafPairs, open_leaf_pairs
 from globe_lightning.tree.traversal import expand_nodes, expand_rows, traverse
 
@@ -194,13 +194,15 @@ class InteractionPlan:
     Attributes:
         pairs: one list a source tree; target rows are [points | nodes | groups] of the target forest, source rows
             [points | nodes] of the source tree alone.
-        n_points, n_nodes: of the target forest.
-        node_start, node_end: target points of each target node, int64 (n_nodes,).
+        n_points: of the target forest.
+        n_nodes: target nodes that have rows: all, or with proxies those of more points than these.
+        node_start, node_end: target points of each target node that has rows, int64 (n_nodes,).
         uses_target_nodes, uses_source_nodes: whether any pair refers to them.
         group_nodes: target leaf of each group, int64 (n_groups,).
         members: (group, target point) of every member of a group, int64 (2, n_members).
         n_proxies: target rows of each node and each group, side by side.
-        boxes: lower and upper corners of the target nodes' boxes [m] (2 D, n_nodes), if there are proxies.
+        boxes: lower and upper corners of the boxes of [nodes | groups' leaves] [m] (2 D, n_nodes + n_groups), if there
+            are proxies.
     """
 
     pairs: list[IndexedPairs | AllPairs]
@@ -213,7 +215,7 @@ class InteractionPlan:
     group_nodes: Int[Tensor, " groups"]
     members: Int[Tensor, "2 members"]
     n_proxies: int = 1
-    boxes: Float[Tensor, "two_dims nodes"] | None = None
+    boxes: Float[Tensor, "two_dims nodes_groups"] | None = None
     n_groups: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -297,6 +299,7 @@ def build_plans(
         sizes = np.diff([targets.point_offsets[bound] for bound in bounds]).tolist()
         return [exact_plan(size, sources) for size in sizes]
     n_proxies = targets.points.shape[1] + 1 if far_field_order else 1
+    own = _nodes_with_rows(targets, n_proxies)
     found = traverse(targets, sources, theta, target_size_weight)
     part_of_tree = np.repeat(np.arange(len(parts)), parts)
     part_of_node = _per_node(targets, part_of_tree)
@@ -307,32 +310,73 @@ def build_plans(
         far_t = targets.start.int().index_select(0, far_t).index_select(0, rows).add_(rank)
         far_s = far_s.index_select(0, rows)
     elif n_proxies > 1:
-        far_t, far_s = _at_proxies(targets, far_t, far_s, n_proxies)
+        far_t, far_s = _at_proxies(targets, own, far_t, far_s, n_proxies)
     else:
         far_t = far_t + targets.n_points
     # Rows of all parts and trees at first: points, then nodes, then groups.
-    first_group = targets.n_points + targets.n_nodes * n_proxies
+    first_group = targets.n_points + own.n_nodes * n_proxies
     fn_targets = _repeated(near.fn_groups * n_proxies + first_group, n_proxies)
     fn_sources = near.fn_sources.repeat_interleave(n_proxies) if n_proxies > 1 else near.fn_sources
     pair_targets = torch.cat([rows.int() for rows in (near.nn_targets, near.nf_targets, fn_targets, far_t)])
     nf_sources, far_s = near.nf_sources + sources.n_points, far_s + sources.n_points
     pair_sources = torch.cat([rows.int() for rows in (near.nn_sources, nf_sources, fn_sources, far_s)])
-    part_of_row = torch.cat([part_of_node, part_of_node[near.group_nodes]])
+    part_of_row = torch.cat([own.select(part_of_node), part_of_node[near.group_nodes]])
     if n_proxies > 1:
         part_of_row = part_of_row.repeat_interleave(n_proxies)
     part_of_row = torch.cat([_per_point(targets, part_of_tree), part_of_row])
     uses_target_nodes = not expand_far_targets
-    return _split(targets, bounds, sources, pair_targets, pair_sources, part_of_row, near, uses_target_nodes, n_proxies)
+    return _split(
+        targets, own, bounds, sources, pair_targets, pair_sources, part_of_row, near, uses_target_nodes, n_proxies
+    )
 
 
-def _at_proxies(targets: ClusterForest, far_t: Tensor, far_s: Tensor, n_proxies: int) -> tuple[Tensor, Tensor]:
+@dataclass
+class _NodesWithRows:
+    """The target nodes that have rows of their own.
+
+    Attributes:
+        offsets: first such node of each tree, with the total appended.
+        nodes: which they are; None if all.
+    """
+
+    offsets: list[int]
+    nodes: Tensor | None = None
+
+    @property
+    def n_nodes(self) -> int:
+        return self.offsets[-1]
+
+    def select(self, of_nodes: Tensor) -> Tensor:
+        """The entries (along the last dimension) of those nodes."""
+        return of_nodes if self.nodes is None else of_nodes.index_select(-1, self.nodes)
+
+
+def _nodes_with_rows(targets: ClusterForest, n_proxies: int) -> _NodesWithRows:
+    """All nodes, or with proxies those of more points than these; known without a look at the device."""
+    if n_proxies == 1:
+        return _NodesWithRows(list(targets.node_offsets))
+    sizes = np.diff(targets.point_offsets).tolist()
+    large = []
+    for first, shape in zip(targets.node_offsets, (tree_shape(n, targets.leaf_size) for n in sizes), strict=False):
+        large.append(np.flatnonzero(shape.end - shape.start > n_proxies) + first)
+    nodes = torch.from_numpy(np.concatenate(large)).to(targets.points.device, non_blocking=True)
+    return _NodesWithRows([0, *itertools.accumulate(map(len, large))], nodes)
+
+
+def _at_proxies(
+    targets: ClusterForest, own: _NodesWithRows, far_t: Tensor, far_s: Tensor, n_proxies: int
+) -> tuple[Tensor, Tensor]:
     """Target and source rows of far pairs: every proxy point or, of a small node, every point. One device sync."""
+    assert own.nodes is not None
+    ranks = torch.zeros_like(targets.start).index_copy_(
+        0, own.nodes, torch.arange(own.n_nodes, device=targets.start.device)
+    )
     start = targets.start.index_select(0, far_t)
     counts = targets.end.index_select(0, far_t) - start
     small = counts <= n_proxies
     counts.clamp_max_(n_proxies)
     rows, rank = expand_rows(counts, int(counts.sum()))
-    first = torch.where(small, start, far_t * n_proxies + targets.n_points)
+    first = torch.where(small, start, ranks.index_select(0, far_t) * n_proxies + targets.n_points)
     return first.index_select(0, rows) + rank, far_s.index_select(0, rows)
 
 
@@ -352,14 +396,15 @@ def exact_plan(n_points: int, sources: ClusterForest) -> InteractionPlan:
 class _Part:
     """The target trees [low, high) of a forest."""
 
-    def __init__(self, forest: ClusterForest, low: int, high: int) -> None:
+    def __init__(self, forest: ClusterForest, own: _NodesWithRows, low: int, high: int) -> None:
         self.first_point, last_point = forest.point_offsets[low], forest.point_offsets[high]
-        self.first_node, last_node = forest.node_offsets[low], forest.node_offsets[high]
-        self.n_points, self.n_nodes = last_point - self.first_point, last_node - self.first_node
-        nodes = slice(self.first_node, last_node)
-        self.boxes = forest.boxes[:-2, nodes]
+        self.first_node = forest.node_offsets[low]
+        rows = slice(own.offsets[low], own.offsets[high])
+        self.n_points, self.n_nodes = last_point - self.first_point, rows.stop - rows.start
+        self.boxes = own.select(forest.boxes[:-2])[:, rows]
         self.start, self.end = (
-            own - self.first_point if self.first_point else own for own in (forest.start[nodes], forest.end[nodes])
+            of_nodes - self.first_point if self.first_point else of_nodes
+            for of_nodes in (own.select(forest.start)[rows], own.select(forest.end)[rows])
         )
 
 
@@ -411,6 +456,7 @@ def _cuts(ascending: Tensor, n_values: int) -> Int[Tensor, " cuts"]:
 
 def _split(
     targets: ClusterForest,
+    with_rows: _NodesWithRows,
     bounds: list[int],
     sources: ClusterForest,
     pair_targets: Tensor,
@@ -423,13 +469,13 @@ def _split(
     """Sort all pairs by target part and source tree; number rows within each part's and each tree's own table."""
     n_parts, n_trees = len(bounds) - 1, sources.n_trees
     device = pair_sources.device
-    own = [_Part(targets, low, high) for low, high in itertools.pairwise(bounds)]
+    own = [_Part(targets, with_rows, low, high) for low, high in itertools.pairwise(bounds)]
     tree_of_row, local_sources = _source_rows(sources)
     key = part_of_row.index_select(0, pair_targets).mul_(n_trees).add_(tree_of_row.index_select(0, pair_sources))
     if n_parts * n_trees > 1:
         key, order = torch.sort(key, stable=True)
         pair_targets, pair_sources = pair_targets.index_select(0, order), pair_sources.index_select(0, order)
-    part_of_group = part_of_row[targets.n_points + targets.n_nodes * n_proxies :: n_proxies].contiguous()
+    part_of_group = part_of_row[targets.n_points + with_rows.n_nodes * n_proxies :: n_proxies].contiguous()
     # All lists stand sorted by part: where each begins and ends, in one read from the device.
     group_cuts = _cuts(part_of_group, n_parts)
     member_cuts = torch.searchsorted(near.members[0], group_cuts)
@@ -456,6 +502,9 @@ def _split(
             those = slice(*pair_bounds[i * n_trees + tree : i * n_trees + tree + 2])
             pairs.append(IndexedPairs(pair_targets[those], pair_sources[those]))
         of_members, points = near.members[:, members]
+        boxes = None
+        if n_proxies > 1:
+            boxes = torch.cat([part.boxes, targets.boxes[:-2].index_select(1, near.group_nodes[groups])], dim=1)
         plans.append(
             InteractionPlan(
                 pairs,
@@ -468,7 +517,7 @@ def _split(
                 near.group_nodes[groups] - part.first_node,
                 torch.stack([of_members - groups.start, points - part.first_point]),
                 n_proxies,
-                part.boxes if n_proxies > 1 else None,
+                boxes,
             )
         )
     return plans

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 REACH = 3**-0.5
@@ -35,10 +35,6 @@ class Proxies:
         """From lower and upper corners, one row a coordinate [m]."""
         low, high = boxes.to(torch.float64).t().chunk(2, dim=1)
         return Proxies((low + high) / 2, (high - low) / 2)
-
-    def select(self, nodes: Int[Tensor, " chosen"]) -> Proxies:
-        """Those of some nodes."""
-        return Proxies(self.centers.index_select(0, nodes), self.half_widths.index_select(0, nodes))
 
     @property
     def points(self) -> Float[Tensor, "nodes proxies dims"]:

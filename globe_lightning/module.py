@@ -242,8 +242,14 @@ class GlobeLightningModule(pl.LightningModule):
             self._refuse_differences(data, "the data module's samples do not fit the model")
         if stage == "fit" and hasattr(module, "geometry_arguments"):
             self.geometry_arguments = plain(module.geometry_arguments())
-        if stage == "fit" and self.hparams["tree_build_device"] == "workers" and hasattr(module, "plan_ahead"):
-            module.plan_ahead = self.network.plan_ahead(self.hparams["prediction_chunk_size"])
+        if stage == "fit" and hasattr(module, "plan_ahead"):
+            # None takes back what another model has left there.
+            module.plan_ahead = self.network.plan_ahead(self.hparams["prediction_chunk_size"]) if self._ahead else None
+
+    @property
+    def _ahead(self) -> bool:
+        """Whether the plans of training come with its samples."""
+        return bool(self.hparams["tree_build_device"] == "workers")
 
     def _refuse_differences(self, other: SampleSchema, what: str) -> None:
         lines = self.schema.differences(other)
@@ -267,7 +273,7 @@ class GlobeLightningModule(pl.LightningModule):
                     self.hparams["prediction_chunk_size"],
                     reference_lengths=sample.reference_lengths,
                     global_data=sample.global_data,
-                    ahead=sample.plans,
+                    ahead=sample.plans if self._ahead else None,
                 )
             except (TypeError, ValueError) as error:
                 raise type(error)(f"case {sample.case!r}: {error}") from error

@@ -94,6 +94,19 @@ def test_a_step_reads_the_device_once(cache: Path) -> None:
     assert len(found) == 1 < len(without)
 
 
+def test_another_model_on_the_same_data_plans_for_itself(cache: Path) -> None:
+    module, sample = planned_sample(cache)
+    sample.plans = module.network.plan_ahead()(sample)
+    other = GlobeLightningModule(**module.schema.arguments(), hidden_layer_sizes=[4], theta=0)
+    assert other.build_plans(sample) is not sample.plans
+    data = data_of(cache, 0)
+    data.plan_ahead = module.network.plan_ahead()
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.datamodule, other.trainer = data, trainer
+    other.setup("fit")
+    assert data.plan_ahead is None
+
+
 def test_they_move_with_their_sample(cache: Path) -> None:
     module, sample = planned_sample(cache)
     sample.plans = module.network.plan_ahead()(sample)

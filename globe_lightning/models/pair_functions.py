@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Lock
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -42,15 +42,10 @@ def pair_functions(shape: KernelShape, compiled: bool) -> PairFunctions:
             first use of each function, and a C++ compiler on a CPU.
     """
 
-    def sums(
-        displacement: Tensor,
-        features: Tensor,
-        hidden: Tensor,
-        inverse_length: Tensor,
-        smoothing: Tensor,
-        weights: Weights,
-    ) -> Tensor:
-        return contributions(shape, displacement, features, hidden, inverse_length, smoothing, weights, keep=False)[0]
+    overwriting = partial(contributions, shape, keep=False)
+
+    def sums(*inputs: Any) -> Tensor:
+        return overwriting(*inputs)[0]
 
     def sums_and_values(*inputs: Any) -> tuple[Tensor, Values]:
         return contributions(shape, *inputs)

@@ -346,9 +346,10 @@ class _NodesWithRows:
     def n_nodes(self) -> int:
         return self.offsets[-1]
 
-    def select(self, of_nodes: Tensor) -> Tensor:
-        """The entries (along the last dimension) of those nodes."""
-        return of_nodes if self.nodes is None else of_nodes.index_select(-1, self.nodes)
+    def select(self, of_nodes: Tensor, low: int = 0, high: int | None = None) -> Tensor:
+        """The entries (along the last dimension) of those nodes, of the trees [low, high)."""
+        rows = slice(self.offsets[low], self.offsets[-1 if high is None else high])
+        return of_nodes[..., rows] if self.nodes is None else of_nodes.index_select(-1, self.nodes[rows])
 
 
 def _nodes_with_rows(targets: ClusterForest, n_proxies: int) -> _NodesWithRows:
@@ -399,13 +400,10 @@ class _Part:
     def __init__(self, forest: ClusterForest, own: _NodesWithRows, low: int, high: int) -> None:
         self.first_point, last_point = forest.point_offsets[low], forest.point_offsets[high]
         self.first_node = forest.node_offsets[low]
-        rows = slice(own.offsets[low], own.offsets[high])
-        self.n_points, self.n_nodes = last_point - self.first_point, rows.stop - rows.start
-        self.boxes = own.select(forest.boxes[:-2])[:, rows]
-        self.start, self.end = (
-            of_nodes - self.first_point if self.first_point else of_nodes
-            for of_nodes in (own.select(forest.start)[rows], own.select(forest.end)[rows])
-        )
+        self.n_points, self.n_nodes = last_point - self.first_point, own.offsets[high] - own.offsets[low]
+        self.boxes = own.select(forest.boxes[:-2], low, high)
+        start, end = own.select(forest.start, low, high), own.select(forest.end, low, high)
+        self.start, self.end = (of - self.first_point if self.first_point else of for of in (start, end))
 
 
 def _per_node(forest: ClusterForest, values: np.ndarray) -> Tensor:

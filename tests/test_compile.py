@@ -61,11 +61,25 @@ def test_the_same_results_from_whole_graphs(counted: Any) -> None:
     assert not counted["graph_break"]
     graphs = counted["stats"]["unique_graphs"]
     assert graphs == 2  # contributions, and their gradients
-    for n_faces, n_points in ((17, 5), (1, 2), (2, 61)):
+    for n_faces, n_points in ((17, 5), (2, 61)):
         assert_same(plain, compiled, small_case(2, n_faces, n_points))
-    # Proxy points are targets like any others: the same graphs serve them.
-    assert_same(*models(2, **SMALL, theta=1.5, far_field_order=1), small_case(2, 60, 40))
     assert counted["stats"]["unique_graphs"] == graphs
+    # Pairs of a list have graphs of their own. Proxy points are targets like any others: the same graphs serve them.
+    for order, n_faces, n_points in ((1, 60, 40), (0, 33, 50)):
+        assert_same(*models(2, **SMALL, theta=1.5, far_field_order=order), small_case(2, n_faces, n_points))
+    assert counted["stats"]["unique_graphs"] == 2 * graphs
+    assert not counted["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n_faces", "n_points", "theta"), [(1, 12, 0.0), (200, 3, 0.0), (1, 5, 1.5)])
+def test_sizes_that_a_compiler_might_take_for_constants(
+    counted: Any, n_faces: int, n_points: int, theta: float
+) -> None:
+    """One source, or as many sources as pairs: the graph of such a case does not serve others, nor theirs it."""
+    plain, compiled = models(2, **SMALL, theta=theta, chunk_bytes=1)  # 256 pairs: one target with 200 sources
+    assert_same(plain, compiled, small_case(2, n_faces, n_points))
+    assert_same(plain, compiled, small_case(2, 9, 14))
     assert not counted["graph_break"]
 
 

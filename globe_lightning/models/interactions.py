@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -76,19 +75,21 @@ def evaluate_plan(
     if like.device.type == "cpu":
         keep_freed_memory()
         n_workers = min(torch.get_num_threads(), MAX_WORKERS)
-    jobs = []
+    shares: list[list[Job]] = [[] for _ in range(n_workers)]
     for index, (pairs, table) in enumerate(zip(plan.pairs, tables, strict=True)):
         needed = bytes_per_pair(table, like.dtype.itemsize, graph) * n_workers
-        jobs += [Job(index, block) for block in pairs.blocks(pairs_per_chunk(like.device, needed, chunk_bytes))]
+        blocks = list(pairs.blocks(pairs_per_chunk(like.device, needed, chunk_bytes), n_workers))
+        for i, share in enumerate(shares):
+            own = slice(len(blocks) * i // n_workers, len(blocks) * (i + 1) // n_workers)
+            share += [Job(index, block) for block in blocks[own]]
     work = PlanWork(
-        jobs,
+        [share for share in shares if share],
         [table.shape for table in tables],
         [pair_functions(table.shape, compiled) for table in tables],
         [len(tensors) for tensors in inputs],
         n_columns,
         plan.n_rows,
         smoothing_radius.square(),
-        n_workers,
         compiled,
         graph and not use_checkpointing,
     )
@@ -100,24 +101,22 @@ class PlanWork:
     """Everything that the evaluation of a plan needs beside tensors that may have a gradient.
 
     Attributes:
-        jobs: the blocks of all tables.
+        shares: the blocks of all tables, as many pairs of each for every thread.
         shapes, functions: of each table's kernels.
         n_tensors: how many tensors belong to each table.
         n_columns, n_rows: of the buffer.
         smoothing: eps^2.
-        n_workers: threads.
         compiled: whether the functions are.
         keep: whether the forward pass keeps its temporaries for the backward pass.
     """
 
-    jobs: list[Job]
+    shares: list[list[Job]]
     shapes: list[KernelShape]
     functions: list[PairFunctions]
     n_tensors: list[int]
     n_columns: int
     n_rows: int
     smoothing: Tensor
-    n_workers: int
     compiled: bool
     keep: bool
 
@@ -132,11 +131,6 @@ class PlanWork:
     def plain(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors without their history, on which a compiled function would depend."""
         return [tensor.detach() for tensor in tensors] if self.compiled else tensors
-
-    def shares(self, jobs: Sequence[Any], n_workers: int) -> list[Sequence[Any]]:
-        """Contiguous shares of about as many jobs for every worker."""
-        bounds = [len(jobs) * i // n_workers for i in range(n_workers + 1)]
-        return [jobs[a:b] for a, b in pairwise(bounds) if b > a]
 
 
 class _PlanSum(torch.autograd.Function):
@@ -159,8 +153,8 @@ class _PlanSum(torch.autograd.Function):
                 kept.append(_add_block(work, job, tables[job.table], buffer))
             return buffer, kept
 
-        results = in_threads(run, work.shares(work.jobs, work.n_workers))
-        ctx.kept = [values for _, kept in results for values in kept]
+        results = in_threads(run, work.shares)
+        ctx.kept = [kept for _, kept in results]
         if not results:
             return torch.zeros(work.n_columns, work.n_rows, dtype=like.dtype, device=like.device)
         return _sum([buffer for buffer, _ in results])
@@ -183,25 +177,24 @@ class _PlanSum(torch.autograd.Function):
                 _add_gradients(work, job, tables[job.table], kept, gradient, of_tables[job.table])
             return sums
 
-        # Threads do not record a graph, nor does a compiled function.
-        n_workers = 1 if recorded else work.n_workers
-        if recorded:
+        shares = [list(zip(jobs, kept, strict=True)) for jobs, kept in zip(work.shares, ctx.kept, strict=True)]
+        if recorded:  # threads do not record a graph, nor does a compiled function
             work = replace(work, functions=[pair_functions(shape, False) for shape in work.shapes])
-        jobs = list(zip(work.jobs, ctx.kept, strict=True))
-        results = in_threads(run, work.shares(jobs, n_workers)) or [run([])]
+            shares = [[job for share in shares for job in share]]
+        results = in_threads(run, shares) or [run([])]
         sums = [None if parts[0] is None else _sum(list(parts)) for parts in zip(*results, strict=True)]
         return None, *(
             None if total is None else total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)
         )
 
 
-def _inputs(work: PlanWork, block: Block, table: Sequence[Tensor], n_branches: int) -> list[Any]:
+def _inputs(work: PlanWork, block: Block, table: Sequence[Tensor]) -> list[Any]:
     """The inputs of a block's functions."""
     targets, positions, features, hidden, inverse_length, *weights = table
     return [
         block.gather_targets(targets) - block.gather_sources(positions),
         block.gather_sources(features),
-        block.gather_rows(hidden, n_branches),
+        *block.source_rows(hidden),
         inverse_length,
         work.smoothing,
         Weights.of(weights),
@@ -211,7 +204,7 @@ def _inputs(work: PlanWork, block: Block, table: Sequence[Tensor], n_branches: i
 def _add_block(work: PlanWork, job: Job, table: Sequence[Tensor], buffer: Tensor) -> Values | None:
     """Add a block's contributions to the buffer; returns what the backward pass needs, if that is to be kept."""
     block, functions = job.block.ready(), work.functions[job.table]
-    inputs, values = _inputs(work, block, table, work.shapes[job.table].n_branches), None
+    inputs, values = _inputs(work, block, table), None
     if work.keep:
         out, values = functions.sums_and_values(*inputs)
     else:
@@ -236,12 +229,11 @@ def _add_gradients(
         of_targets is not None or of_positions is not None,
         of_features is not None,
     )
-    displacement, features, hidden, length, smoothing, weights = _inputs(
-        work, block, table, work.shapes[job.table].n_branches
-    )
+    inputs = _inputs(work, block, table)
     if values is None:
-        found = functions.recomputed_gradients(displacement, features, hidden, length, smoothing, weights, *wanted)
+        found = functions.recomputed_gradients(*inputs, *wanted)
     else:
+        displacement, features, _, _, length, _, weights = inputs
         found = functions.gradients(displacement, features, length, weights, values, *wanted)
     if found.displacement is not None:
         if of_targets is not None:

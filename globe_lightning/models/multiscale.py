@@ -33,7 +33,7 @@ class SourceTable:
         shape: of the layer's kernels for this type.
         positions: (D, rows) [m].
         features: packed directions, magnitudes, log magnitudes and strengths (features, rows), see ``pairs``.
-        hidden: the first layer's share of every source, branch after branch (B * rows, hidden).
+        hidden: the first layer's share of every source (B, rows, hidden).
         inverse_length: 1 / (l_m exp(a_m)) of every branch (B, 1) [1/m].
         weights: the networks' weights in the precision of the products.
     """
@@ -42,7 +42,7 @@ class SourceTable:
     shape: KernelShape
     positions: Float[Tensor, "dims rows"]
     features: Float[Tensor, "features rows"]
-    hidden: Float[Tensor, "branches_rows hidden"]
+    hidden: Float[Tensor, "branches rows hidden"]
     inverse_length: Float[Tensor, "branches 1"]
     weights: Weights
 
@@ -129,7 +129,7 @@ class MultiscaleKernel(nn.Module):
             self.shape,
             positions.t().contiguous(),
             torch.cat([vectors.packed(), strengths]),
-            torch.baddbmm(bias, columns.t().expand(len(kernels), -1, -1), matrix).flatten(0, 1),
+            torch.baddbmm(bias, columns.t().expand(len(kernels), -1, -1), matrix),
             1 / torch.stack(scales),
             Weights.of(weights),
         )

@@ -57,12 +57,13 @@ def pair_functions(shape: KernelShape, compiled: bool) -> PairFunctions:
         displacement: Tensor,
         features: Tensor,
         hidden: Tensor,
+        rows: Tensor | None,
         inverse_length: Tensor,
         smoothing: Tensor,
         weights: Weights,
         *wanted: Any,
     ) -> PairGradients:
-        _, values = contributions(shape, displacement, features, hidden, inverse_length, smoothing, weights)
+        _, values = contributions(shape, displacement, features, hidden, rows, inverse_length, smoothing, weights)
         return gradients(shape, displacement, features, inverse_length, weights, values, *wanted)
 
     if not compiled:
@@ -83,18 +84,22 @@ class _Compiled:
         n_pairs = inputs[0].shape[1]
         if n_pairs < 2:  # a size of one would be compiled for itself
             return self.plain(*inputs)
-        # The compiler treats long sums in another way than short ones.
-        kinds = _kinds([torch.get_num_threads(), n_pairs > LONG, inputs])
+        kinds = _kinds(inputs, n_pairs)
         if kinds in self.graphs:
             return self.graphs[kinds](*inputs)
         with self.lock:
             if kinds not in self.graphs:
-                _mark_pairs(inputs, n_pairs)
-                graph = torch.compile(_copy(self.plain), fullgraph=True)
+                _mark_sizes(inputs, n_pairs)
+                graph = torch.compile(_copy(self.plain), fullgraph=True, options=_options(inputs[0].device))
                 out = graph(*inputs)
                 self.graphs[kinds] = graph
                 return out
         return self.graphs[kinds](*inputs)
+
+
+def _options(device: torch.device) -> dict[str, Any]:
+    """Of the compiler. On a CPU threads share the work, and only a graph called from C++ lets go of Python's lock."""
+    return {"cpp_wrapper": True} if device.type == "cpu" else {}
 
 
 def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,8 +113,30 @@ def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
-def _mark_pairs(inputs: Sequence[Any], n_pairs: int) -> None:
-    """Tell the compiler which dimensions number the pairs: those vary, all others are fixed."""
+def _kinds(inputs: Sequence[Any], n_pairs: int) -> Any:
+    """What of some inputs a graph depends on.
+
+    The compiler treats long sums in another way than short ones, sizes of one as constants and equal sizes as one.
+    """
+    n_rows = [item.shape[1] for item in inputs if _is_table_of_rows(item)]
+    return torch.get_num_threads(), n_pairs > LONG, tuple((n == 1, n == n_pairs) for n in n_rows), _kind(inputs)
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, value.device, value.is_inference()
+    if isinstance(value, Weights):
+        return tuple((_kind(tensor), tensor.shape) for tensor in value.flat())
+    return tuple(_kind(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def _is_table_of_rows(item: Any) -> bool:
+    """Whether an input is the table of source terms (branches, sources, hidden)."""
+    return isinstance(item, Tensor) and item.ndim == 3
+
+
+def _mark_sizes(inputs: Sequence[Any], n_pairs: int) -> None:
+    """Tell the compiler which dimensions number pairs or sources: those vary, all others are fixed."""
     rows: list[Tensor] = []
     columns: list[Tensor] = []
     for item in inputs:
@@ -117,16 +144,12 @@ def _mark_pairs(inputs: Sequence[Any], n_pairs: int) -> None:
             rows += [*item.hidden, *item.activated]
             others = [part for name, part in item._asdict().items() if name not in ("hidden", "activated")]
             columns += [tensor for part in others for tensor in (part if isinstance(part, list) else [part])]
-        elif isinstance(item, Tensor) and item.ndim > 1:
-            (rows if item.ndim == 3 else columns).append(item)
+        elif _is_table_of_rows(item):
+            if item.shape[1] > 1:
+                torch._dynamo.mark_dynamic(item, 1)
+        elif isinstance(item, Tensor) and item.ndim:
+            columns.append(item)
     for tensors, dim in ((rows, 1), (columns, -1)):
         for tensor in tensors:
             if tensor.shape[dim] == n_pairs:
                 torch._dynamo.mark_dynamic(tensor, dim % tensor.ndim)
-
-
-def _kinds(value: Any) -> Any:
-    """What of some inputs a graph depends on."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.device
-    return tuple(_kinds(item) for item in value) if isinstance(value, (list, tuple)) else value

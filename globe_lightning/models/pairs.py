@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -118,7 +118,8 @@ def contributions(
     shape: KernelShape,
     displacement: Float[Tensor, "dims pairs"],
     features: Float[Tensor, "features pairs"],
-    hidden: Float[Tensor, "branches pairs hidden"],
+    hidden: Float[Tensor, "branches sources hidden"],
+    rows: Int[Tensor, " pairs"] | None,
     inverse_length: Float[Tensor, "branches 1"],
     smoothing: Float[Tensor, ""],
     weights: Weights,
@@ -134,7 +135,8 @@ def contributions(
         shape: of the kernels.
         displacement: target - source [m].
         features: the pairs' columns of the packed source features.
-        hidden: the pairs' rows of the source terms of the first layer.
+        hidden: source terms of the first layer.
+        rows: each pair's row of them; None for pairs that have all the sources in turn, again and again.
         inverse_length: 1 / (l_m exp(a_m)) [1/m].
         smoothing: eps of the magnitudes, squared.
         weights: of the networks.
@@ -154,7 +156,7 @@ def contributions(
     polynomials = legendre(cosines, shape.n_harmonics)
     columns = torch.cat([logs[:, :1], *(logs[:, 1:] * p for p in polynomials)], dim=1).to(hidden.dtype)
 
-    before, after = _perceptron(columns.transpose(1, 2), hidden, weights, keep)
+    before, after = _perceptron(columns.transpose(1, 2), hidden, rows, weights, keep)
     raw = _affine(weights.last, after[-1].transpose(1, 2), weights.last_bias).to(r2.dtype)
     if shape.beta is None:
         y = torch.tanh(raw)
@@ -293,13 +295,14 @@ def gradients(
 
 def _perceptron(
     x: Float[Tensor, "branches pairs columns"],
-    hidden: Float[Tensor, "branches pairs hidden"],
+    hidden: Float[Tensor, "branches sources hidden"],
+    rows: Int[Tensor, " pairs"] | None,
     weights: Weights,
     keep: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """All hidden layers before and after their activation; of the last alone, in one memory, if not to be kept."""
     inplace = not (keep or torch.is_grad_enabled() or torch.compiler.is_compiling())
-    before = [_affine(x, weights.first, hidden)]
+    before = [_first_layer(x, hidden, rows, weights.first)]
     after = [F.silu(before[0], inplace=inplace)]
     for matrix, bias in zip(weights.matrices, weights.biases, strict=True):
         before.append(_affine(after[-1], matrix, bias))
@@ -309,11 +312,24 @@ def _perceptron(
     return before, after
 
 
+def _first_layer(
+    x: Float[Tensor, "branches pairs columns"],
+    hidden: Float[Tensor, "branches sources hidden"],
+    rows: Int[Tensor, " pairs"] | None,
+    matrix: Float[Tensor, "branches columns hidden"],
+) -> Float[Tensor, "branches pairs hidden"]:
+    """Products of the pair columns plus each pair's source term; no second copy of the terms where none is needed."""
+    by_itself = torch.is_grad_enabled() or torch.compiler.is_compiling()  # recorded, or fused
+    if rows is None:
+        products, terms = torch.bmm(x, matrix).unflatten(1, (-1, hidden.shape[1])), hidden.unsqueeze(1)
+        return (products + terms if by_itself else products.add_(terms)).flatten(1, 2)
+    terms = hidden.index_select(1, rows)
+    return torch.bmm(x, matrix) + terms if by_itself else terms.baddbmm_(x, matrix)
+
+
 def _affine(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
-    """Batched products plus a bias; in place where nothing is recorded or fused."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return torch.bmm(x, y) + bias
-    return torch.bmm(x, y).add_(bias)
+    """Batched products plus a bias, which a compiler joins to what follows."""
+    return torch.bmm(x, y) + bias if torch.compiler.is_compiling() else torch.baddbmm(bias, x, y)
 
 
 def _silu_gradient(gradient: Tensor, z: Tensor) -> Tensor:

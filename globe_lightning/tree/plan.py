@@ -35,6 +35,16 @@ from globe_lightning.tree.cluster_tree import ClusterForest, tree_shape
 from globe_lightning.tree.leaf_pairs import LeafPairs, open_leaf_pairs
 from globe_lightning.tree.traversal import expand_nodes, expand_rows, traverse
 
+# Shorter blocks take longer to call for than to evaluate.
+FEWEST_PAIRS = 256
+
+
+def even_length(total: int, most: int, n_shares: int, fewest: int = FEWEST_PAIRS) -> int:
+    """How long to make parts of at most ``most``: all alike, their number a multiple of the shares unless too short."""
+    n_parts = -(-total // most)
+    n_parts = max(n_parts, min(-(-n_parts // n_shares) * n_shares, total // fewest), 1)
+    return max(1, -(-total // n_parts))
+
 
 @dataclass
 class IndexedPairs:
@@ -46,10 +56,11 @@ class IndexedPairs:
     def __len__(self) -> int:
         return self.targets.shape[0]
 
-    def blocks(self, n_pairs: int) -> Iterator[IndexedBlock]:
-        """Cut the list into blocks of at most ``n_pairs`` pairs."""
-        for first in range(0, len(self), n_pairs):
-            part = slice(first, first + n_pairs)
+    def blocks(self, n_pairs: int, n_shares: int = 1) -> Iterator[IndexedBlock]:
+        """Cut the list into blocks of at most ``n_pairs`` pairs, as many for each of some shares."""
+        length = even_length(len(self), n_pairs, n_shares)
+        for first in range(0, len(self), length):
+            part = slice(first, first + length)
             yield IndexedBlock(self.targets[part], self.sources[part])
 
     def to(self, device: torch.device | str) -> IndexedPairs:
@@ -62,7 +73,7 @@ class IndexedBlock:
     """Some pairs of a list: how their columns are gathered and how what they yield is added up.
 
     Tables hold one row a feature and one column a target or source, so that arithmetic runs along the pairs; tables of
-    rows hold one row a (branch, source), branch after branch.
+    rows hold one row a source for every branch.
     """
 
     targets: Int[Tensor, " pairs"]
@@ -80,11 +91,11 @@ class IndexedBlock:
         """Each pair's column of the source table."""
         return table.index_select(1, self.sources)
 
-    def gather_rows(
-        self, table: Float[Tensor, "branches_sources width"], n_branches: int
-    ) -> Float[Tensor, "branches pairs width"]:
-        """Each pair's row of every branch."""
-        return table.index_select(0, self._rows(table, n_branches)).unflatten(0, (n_branches, -1))
+    def source_rows(
+        self, table: Float[Tensor, "branches sources width"]
+    ) -> tuple[Float[Tensor, "branches sources width"], Int[Tensor, " pairs"]]:
+        """A table whose rows the pairs have, and which row each has."""
+        return table, self.sources
 
     def add_to_targets(
         self, buffer: Float[Tensor, "features targets"], values: Float[Tensor, "features pairs"]
@@ -99,17 +110,13 @@ class IndexedBlock:
         buffer.index_add_(1, self.sources, values.to(buffer.dtype))
 
     def add_to_rows(
-        self, buffer: Float[Tensor, "branches_sources width"], values: Float[Tensor, "branches pairs width"]
+        self, buffer: Float[Tensor, "branches sources width"], values: Float[Tensor, "branches pairs width"]
     ) -> None:
         """Add each pair's values to its source's row of every branch, in place."""
-        buffer.index_add_(0, self._rows(buffer, values.shape[0]), values.flatten(0, 1).to(buffer.dtype))
-
-    def _rows(self, table: Tensor, n_branches: int) -> Tensor:
-        if n_branches == 1:
-            return self.sources
-        n_sources = table.shape[0] // n_branches
-        first = torch.arange(0, n_branches * n_sources, n_sources, device=table.device)
-        return (first.unsqueeze(1) + self.sources).flatten()
+        n_branches, n_sources, _ = buffer.shape
+        first = torch.arange(0, n_branches * n_sources, n_sources, device=buffer.device)
+        rows = (first.unsqueeze(1) + self.sources).flatten()
+        buffer.view(-1, buffer.shape[2]).index_add_(0, rows, values.flatten(0, 1).to(buffer.dtype))
 
 
 @dataclass
@@ -122,10 +129,14 @@ class AllPairs:
     def __len__(self) -> int:
         return self.n_targets * self.n_sources
 
-    def blocks(self, n_pairs: int) -> Iterator[DenseBlock]:
-        """Cut the grid into blocks of whole targets, or of parts of one target's sources if those are many."""
-        rows = max(1, n_pairs // max(1, self.n_sources))
-        columns = self.n_sources if rows > 1 else min(self.n_sources, max(1, n_pairs))
+    def blocks(self, n_pairs: int, n_shares: int = 1) -> Iterator[DenseBlock]:
+        """Cut the grid into blocks of whole targets, or of parts of one target's sources if those are many.
+
+        Blocks of whole targets are as many for each of some shares.
+        """
+        most = max(1, n_pairs // max(1, self.n_sources))
+        rows = even_length(self.n_targets, most, n_shares, -(-FEWEST_PAIRS // max(1, self.n_sources)))
+        columns = min(self.n_sources, max(1, n_pairs))
         if self.n_sources:
             for t in range(0, self.n_targets, rows):
                 for s in range(0, self.n_sources, columns):
@@ -161,11 +172,11 @@ class DenseBlock:
         """Each pair's column of the source table."""
         return table[:, self.s0 : self.s1].repeat(1, self.t1 - self.t0)
 
-    def gather_rows(
-        self, table: Float[Tensor, "branches_sources width"], n_branches: int
-    ) -> Float[Tensor, "branches pairs width"]:
-        """Each pair's row of every branch, never a view of the table."""
-        return table.unflatten(0, (n_branches, -1))[:, self.s0 : self.s1].repeat(1, self.t1 - self.t0, 1)
+    def source_rows(
+        self, table: Float[Tensor, "branches sources width"]
+    ) -> tuple[Float[Tensor, "branches sources width"], None]:
+        """The rows of its sources, which the pairs of every target have in turn."""
+        return table[:, self.s0 : self.s1].contiguous(), None
 
     def add_to_targets(
         self, buffer: Float[Tensor, "features targets"], values: Float[Tensor, "features pairs"]
@@ -180,11 +191,10 @@ class DenseBlock:
         buffer[:, self.s0 : self.s1].add_(values.unflatten(1, self._sides).sum(dim=1, dtype=buffer.dtype))
 
     def add_to_rows(
-        self, buffer: Float[Tensor, "branches_sources width"], values: Float[Tensor, "branches pairs width"]
+        self, buffer: Float[Tensor, "branches sources width"], values: Float[Tensor, "branches pairs width"]
     ) -> None:
         """Add each pair's values to its source's row of every branch, in place."""
-        rows = buffer.unflatten(0, (values.shape[0], -1))
-        rows[:, self.s0 : self.s1].add_(values.unflatten(1, self._sides).sum(dim=1, dtype=buffer.dtype))
+        buffer[:, self.s0 : self.s1].add_(values.unflatten(1, self._sides).sum(dim=1, dtype=buffer.dtype))
 
 
 @dataclass

@@ -39,7 +39,7 @@ def _status(name: str) -> float:
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith(name))
 
 
-_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::baddbmm_"}
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 

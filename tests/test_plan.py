@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from globe_lightning.tree.cluster_tree import ClusterForest, build_forest
-from globe_lightning.tree.plan import AllPairs, IndexedPairs, InteractionPlan, build_plan, build_plans
+from globe_lightning.tree.plan import (
+    FEWEST_PAIRS,
+    AllPairs,
+    IndexedPairs,
+    InteractionPlan,
+    build_plan,
+    build_plans,
+)
 from globe_lightning.tree.pointwise import build_pointwise_plan
 from globe_lightning.tree.traversal import gap_squared, traverse
 
@@ -290,3 +297,27 @@ def test_plans_move_between_devices() -> None:
     check(moved.pairs[0].targets, plan.pairs[0].targets)
     check(moved.members, plan.members)
     assert (moved.n_rows, moved.n_groups) == (plan.n_rows, plan.n_groups)
+
+
+@pytest.mark.parametrize("n_shares", [1, 2, 3])
+@pytest.mark.parametrize("most", [1, 300, 1000, 10**6])
+def test_blocks_hold_every_pair_once_and_are_as_many_for_each_share(most: int, n_shares: int) -> None:
+    n_targets, n_sources = 97, 41
+    grid = AllPairs(n_targets, n_sources)
+    indices = torch.arange(n_targets * n_sources)
+    listed = IndexedPairs(indices // n_sources, indices % n_sources)
+
+    found = [block.targets * n_sources + block.sources for block in listed.blocks(most, n_shares)]
+    assert torch.equal(torch.cat(found), indices)
+    table = indices.view(1, -1)
+    dense = list(grid.blocks(most, n_shares))
+    numbers = [
+        block.gather_targets(table[:, :n_targets]) * n_sources + block.gather_sources(table[:, :n_sources])
+        for block in dense
+    ]
+    assert torch.equal(torch.cat(numbers, dim=1).sort().values, table)
+    for sizes in ([len(block) for block in found], [block.shape[1] for block in numbers]):
+        assert max(sizes) <= most
+        if most >= 2 * FEWEST_PAIRS:  # shorter blocks are not worth more calls
+            assert len(sizes) % n_shares == 0
+            assert max(sizes) - min(sizes) <= n_sources

@@ -78,7 +78,7 @@ def evaluate_plan(
     shares: list[list[Job]] = [[] for _ in range(n_workers)]
     for index, (pairs, table) in enumerate(zip(plan.pairs, tables, strict=True)):
         needed = bytes_per_pair(table, like.dtype.itemsize, graph) * n_workers
-        blocks = list(pairs.blocks(pairs_per_chunk(like.device, needed, chunk_bytes), n_workers))
+        blocks: list[Block] = list(pairs.blocks(pairs_per_chunk(like.device, needed, chunk_bytes), n_workers))
         for i, share in enumerate(shares):
             own = slice(len(blocks) * i // n_workers, len(blocks) * (i + 1) // n_workers)
             share += [Job(index, block) for block in blocks[own]]
@@ -194,7 +194,7 @@ def _inputs(work: PlanWork, block: Block, table: Sequence[Tensor]) -> list[Any]:
     return [
         block.gather_targets(targets) - block.gather_sources(positions),
         block.gather_sources(features),
-        *block.source_rows(hidden),
+        *block.source_rows(hidden, listed=work.compiled),  # so that one graph serves lists and grids
         inverse_length,
         work.smoothing,
         Weights.of(weights),

@@ -84,7 +84,9 @@ class _Compiled:
         n_pairs = inputs[0].shape[1]
         if n_pairs < 2:  # a size of one would be compiled for itself
             return self.plain(*inputs)
-        kinds = _kinds(inputs, n_pairs)
+        inputs = tuple(_of_another_size(item, n_pairs) if _is_table_of_rows(item) else item for item in inputs)
+        # The compiler treats long sums in another way than short ones.
+        kinds = _kinds([torch.get_num_threads(), n_pairs > LONG, inputs])
         if kinds in self.graphs:
             return self.graphs[kinds](*inputs)
         with self.lock:
@@ -113,26 +115,19 @@ def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
-def _kinds(inputs: Sequence[Any], n_pairs: int) -> Any:
-    """What of some inputs a graph depends on.
-
-    The compiler treats long sums in another way than short ones, sizes of one as constants and equal sizes as one.
-    """
-    n_rows = [item.shape[1] for item in inputs if _is_table_of_rows(item)]
-    return torch.get_num_threads(), n_pairs > LONG, tuple((n == 1, n == n_pairs) for n in n_rows), _kind(inputs)
-
-
-def _kind(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.dtype, value.device, value.is_inference()
-    if isinstance(value, Weights):
-        return tuple((_kind(tensor), tensor.shape) for tensor in value.flat())
-    return tuple(_kind(item) for item in value) if isinstance(value, (list, tuple)) else value
-
-
 def _is_table_of_rows(item: Any) -> bool:
     """Whether an input is the table of source terms (branches, sources, hidden)."""
     return isinstance(item, Tensor) and item.ndim == 3
+
+
+def _of_another_size(table: Tensor, n_pairs: int) -> Tensor:
+    """The table of source terms, longer by a row that no pair has while it has one row, or as many as there are pairs.
+
+    The compiler would take a size of one for a constant, and two equal sizes for one.
+    """
+    while table.shape[1] in (1, n_pairs):
+        table = torch.cat([table, table[:, :1]], dim=1)
+    return table
 
 
 def _mark_sizes(inputs: Sequence[Any], n_pairs: int) -> None:
@@ -145,11 +140,19 @@ def _mark_sizes(inputs: Sequence[Any], n_pairs: int) -> None:
             others = [part for name, part in item._asdict().items() if name not in ("hidden", "activated")]
             columns += [tensor for part in others for tensor in (part if isinstance(part, list) else [part])]
         elif _is_table_of_rows(item):
-            if item.shape[1] > 1:
-                torch._dynamo.mark_dynamic(item, 1)
+            torch._dynamo.mark_dynamic(item, 1)
         elif isinstance(item, Tensor) and item.ndim:
             columns.append(item)
     for tensors, dim in ((rows, 1), (columns, -1)):
         for tensor in tensors:
             if tensor.shape[dim] == n_pairs:
                 torch._dynamo.mark_dynamic(tensor, dim % tensor.ndim)
+
+
+def _kinds(value: Any) -> Any:
+    """What of some inputs a graph depends on."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.device, value.is_inference()
+    if isinstance(value, Weights):
+        return tuple((_kinds(tensor), tensor.shape) for tensor in value.flat())
+    return tuple(_kinds(item) for item in value) if isinstance(value, (list, tuple)) else value

@@ -39,11 +39,11 @@ from globe_lightning.tree.traversal import expand_nodes, expand_rows, traverse
 FEWEST_PAIRS = 256
 
 
-def even_length(total: int, most: int, n_shares: int, fewest: int = FEWEST_PAIRS) -> int:
-    """How long to make parts of at most ``most``: all alike, their number a multiple of the shares unless too short."""
+def even_parts(total: int, most: int, n_shares: int, fewest: int) -> list[tuple[int, int]]:
+    """Ranges of at most ``most``, alike to one, as many for each share unless they held fewer than ``fewest``."""
     n_parts = -(-total // most)
-    n_parts = max(n_parts, min(-(-n_parts // n_shares) * n_shares, total // fewest), 1)
-    return max(1, -(-total // n_parts))
+    n_parts = max(n_parts, min(-(-n_parts // n_shares) * n_shares, total // fewest))
+    return list(itertools.pairwise(total * i // n_parts for i in range(n_parts + 1))) if n_parts else []
 
 
 @dataclass
@@ -58,10 +58,8 @@ class IndexedPairs:
 
     def blocks(self, n_pairs: int, n_shares: int = 1) -> Iterator[IndexedBlock]:
         """Cut the list into blocks of at most ``n_pairs`` pairs, as many for each of some shares."""
-        length = even_length(len(self), n_pairs, n_shares)
-        for first in range(0, len(self), length):
-            part = slice(first, first + length)
-            yield IndexedBlock(self.targets[part], self.sources[part])
+        for first, last in even_parts(len(self), n_pairs, n_shares, FEWEST_PAIRS):
+            yield IndexedBlock(self.targets[first:last], self.sources[first:last])
 
     def to(self, device: torch.device | str) -> IndexedPairs:
         """The same list on a device."""
@@ -92,7 +90,7 @@ class IndexedBlock:
         return table.index_select(1, self.sources)
 
     def source_rows(
-        self, table: Float[Tensor, "branches sources width"]
+        self, table: Float[Tensor, "branches sources width"], listed: bool = True
     ) -> tuple[Float[Tensor, "branches sources width"], Int[Tensor, " pairs"]]:
         """A table whose rows the pairs have, and which row each has."""
         return table, self.sources
@@ -134,13 +132,12 @@ class AllPairs:
 
         Blocks of whole targets are as many for each of some shares.
         """
-        most = max(1, n_pairs // max(1, self.n_sources))
-        rows = even_length(self.n_targets, most, n_shares, -(-FEWEST_PAIRS // max(1, self.n_sources)))
-        columns = min(self.n_sources, max(1, n_pairs))
-        if self.n_sources:
-            for t in range(0, self.n_targets, rows):
-                for s in range(0, self.n_sources, columns):
-                    yield DenseBlock(t, min(t + rows, self.n_targets), s, min(s + columns, self.n_sources))
+        if not self.n_sources:
+            return
+        most, fewest = max(1, n_pairs // self.n_sources), -(-FEWEST_PAIRS // self.n_sources)
+        for t0, t1 in even_parts(self.n_targets, most, n_shares, fewest):
+            for s0, s1 in even_parts(self.n_sources, n_pairs, 1, FEWEST_PAIRS):
+                yield DenseBlock(t0, t1, s0, s1)
 
     def to(self, device: torch.device | str) -> AllPairs:
         """Itself: nothing is stored."""
@@ -173,10 +170,12 @@ class DenseBlock:
         return table[:, self.s0 : self.s1].repeat(1, self.t1 - self.t0)
 
     def source_rows(
-        self, table: Float[Tensor, "branches sources width"]
-    ) -> tuple[Float[Tensor, "branches sources width"], None]:
-        """The rows of its sources, which the pairs of every target have in turn."""
-        return table[:, self.s0 : self.s1].contiguous(), None
+        self, table: Float[Tensor, "branches sources width"], listed: bool = True
+    ) -> tuple[Float[Tensor, "branches sources width"], Int[Tensor, " pairs"] | None]:
+        """The rows of its sources, which the pairs of every target have in turn, and (if listed) which row each has."""
+        n_targets, n_sources = self._sides
+        rows = torch.arange(n_sources, device=table.device).repeat(n_targets) if listed else None
+        return table[:, self.s0 : self.s1].contiguous(), rows
 
     def add_to_targets(
         self, buffer: Float[Tensor, "features targets"], values: Float[Tensor, "features pairs"]

@@ -119,3 +119,11 @@ def test_the_whole_network(dims: int, theta: float, checkpointing: bool, counted
     plain, compiled = models(dims, theta=theta, use_gradient_checkpointing=checkpointing)
     assert_same(plain, compiled, make_case(dims))
     assert not counted["graph_break"]
+
+
+def test_a_missing_compiler_is_named(counted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    _, compiled = models(2, **SMALL)
+    with pytest.raises(RuntimeError, match=r"compile: torch.compile failed.*python3-dev.*set compile: false"):
+        fields_of(compiled, small_case(2, 23, 31))

@@ -10,10 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 
 from globe_lightning.models.pairs import KernelShape, PairGradients, Values, Weights, contributions, gradients
 
 LONG = 4096
+
+NO_COMPILER = (
+    "compile: torch.compile failed ({}). On a CPU it needs a C++ compiler and the headers of Python, which Debian and "
+    "Ubuntu have in the packages g++ and python3-dev: install them, or set compile: false"
+)
 
 
 class PairFunctions(NamedTuple):
@@ -93,7 +99,10 @@ class _Compiled:
             if kinds not in self.graphs:
                 _mark_sizes(inputs, n_pairs)
                 graph = torch.compile(_copy(self.plain), fullgraph=True, options=_options(inputs[0].device))
-                out = graph(*inputs)
+                try:
+                    out = graph(*inputs)
+                except BackendCompilerFailed as error:
+                    raise RuntimeError(NO_COMPILER.format(str(error).strip().split("\n")[0])) from error
                 self.graphs[kinds] = graph
                 return out
         return self.graphs[kinds](*inputs)

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 from datamodules.cache import CaseCache, file_fingerprint
-from globe_lightning.sample import Sample
+from globe_lightning.sample import Sample, geometry_key
 
 
 def stable_seed(*keys: Any) -> int:
@@ -155,6 +155,8 @@ class MeshDataset(Dataset[Sample]):
         case = self.cases[index]
         draws = Draws(self.seed, self.split, self.epoch, case)
         sample = self.source.sample(case, index, self.arrays(case), draws)
+        if self.split in ("train", "val"):  # which may come again
+            sample.geometry_key = geometry_key(sample)
         if self.plan_ahead is not None:
             sample.plans = self.plan_ahead(sample)
         return sample

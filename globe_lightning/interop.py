@@ -42,7 +42,17 @@ PEER_VERSION = "2.2.2"
 
 PEER_CLASS = {"__name__": "GLOBE", "__module__": "physicsnemo.experimental.models.globe.model"}
 
-OWN_ARGUMENTS = frozenset({"initial_amplitude", "chunk_bytes", "compile", "target_size_weight", "far_field_order"})
+OWN_ARGUMENTS = frozenset(
+    {
+        "initial_amplitude",
+        "chunk_bytes",
+        "plan_cache_bytes",
+        "compile",
+        "target_size_weight",
+        "far_field_order",
+        "max_far_targets",
+    }
+)
 """Arguments of our GLOBE that PhysicsNeMo's lacks. Only the last one changes predictions."""
 
 LARGEST_JSON = 1_000_000  # bytes
@@ -127,6 +137,11 @@ def to_mdlus(model: GLOBE, path: str | Path) -> None:
             f"far_field_order: PhysicsNeMo's far field is of order 0, this model's of order {model.far_field_order}; "
             "it would predict something else there"
         )
+    if model.theta > 0 and model.max_far_targets and not model.expand_far_targets:
+        raise ValueError(
+            f"max_far_targets: PhysicsNeMo's far pairs have no limit, this model's {model.max_far_targets} targets; it "
+            "would predict something else there"
+        )
     state: dict[str, Tensor] = {}
     for key, value in model.state_dict().items():
         prefix, found, _ = key.partition(".network.combined_mlp.")
@@ -177,6 +192,7 @@ def constructor_arguments(model: GLOBE) -> dict[str, Any]:
         "latent_compression_scale": model.latent_compression_scale,
         "expand_far_targets": model.expand_far_targets,
         "far_field_order": model.far_field_order,
+        "max_far_targets": model.max_far_targets,
         "use_gradient_checkpointing": model.use_gradient_checkpointing,
         "tree_build_device": None if device is None else str(device),
     }

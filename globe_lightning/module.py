@@ -82,6 +82,8 @@ class GlobeLightningModule(pl.LightningModule):
         latent_compression_scale: where latents and strengths bend from linear to logarithmic; None for nowhere.
         expand_far_targets: evaluate each target of a far pair by itself.
         far_field_order: 0: a far pair acts on all targets of a node alike; 1: by an affine field over the node.
+        max_far_targets: most targets that share the evaluation of a far pair; null for no limit; "auto": with
+            ``far_field_order`` 1 the 128th part of the targets of a tree, but at least 64; else no limit.
         use_gradient_checkpointing: recompute kernels in the backward pass instead of storing them.
         tree_build_device: where trees and plans are built, "cpu" or "cuda"; None where the sample is; "workers": those
             of training by the data loader's workers, so that a step finds them ready.
@@ -89,6 +91,8 @@ class GlobeLightningModule(pl.LightningModule):
             reference area, that act on a face.
         chunk_bytes: what the temporaries of all pairs in flight may take; None for the device's default (32 MiB on
             a CPU, 4 GiB on a GPU).
+        plan_cache_bytes: what trees and plans of samples that come again unchanged, as those of validation, may take;
+            0 keeps none.
         compile: compile what is computed for a pair: faster after the first step.
         loss_scales: {field: error that counts as large}; 1 for fields not named.
         optimizer: "muon" (Muon for matrices, RAdam for the rest), "radam" or "adamw".
@@ -134,10 +138,12 @@ class GlobeLightningModule(pl.LightningModule):
         latent_compression_scale: float | None = None,
         expand_far_targets: bool = False,
         far_field_order: int = 0,
+        max_far_targets: int | Literal["auto"] | None = "auto",
         use_gradient_checkpointing: bool = True,
         tree_build_device: str | None = None,
         initial_amplitude: float = 1.0,
         chunk_bytes: int | None = None,
+        plan_cache_bytes: int = 256 << 20,
         compile: bool = False,
         loss_scales: dict[str, float] | None = None,
         optimizer: Literal["muon", "radam", "adamw"] = "muon",
@@ -246,6 +252,10 @@ class GlobeLightningModule(pl.LightningModule):
             # None takes back what another model has left there.
             module.plan_ahead = self.network.plan_ahead(self.hparams["prediction_chunk_size"]) if self._ahead else None
 
+    def teardown(self, stage: str) -> None:
+        """Let go of the plans that were kept."""
+        self.network.plan_cache.clear()
+
     @property
     def _ahead(self) -> bool:
         """Whether the plans of training come with its samples."""
@@ -274,6 +284,7 @@ class GlobeLightningModule(pl.LightningModule):
                     reference_lengths=sample.reference_lengths,
                     global_data=sample.global_data,
                     ahead=sample.plans if self._ahead else None,
+                    geometry_key=sample.geometry_key,
                 )
             except (TypeError, ValueError) as error:
                 raise type(error)(f"case {sample.case!r}: {error}") from error
@@ -320,6 +331,7 @@ class GlobeLightningModule(pl.LightningModule):
             sample.global_data,
             self.hparams["prediction_chunk_size"],
             self.hparams["pointwise_prediction"] if pointwise is None else pointwise,
+            sample.geometry_key,
         )
         dtype, where = self.network.geometry_dtype, device or like.device
         fields = {

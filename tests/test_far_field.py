@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import Case, fields_of, gradients_of, make_case, make_model, map_mesh, relative_error, relative_l2
@@ -14,9 +16,12 @@ from torch import Tensor
 from globe_lightning import BoundaryMesh
 from globe_lightning.models.interactions import _hand_down
 from globe_lightning.models.targets import point_targets
+from globe_lightning.tree import far_targets
 from globe_lightning.tree.cluster_tree import build_forest
+from globe_lightning.tree.far_targets import FarTargets
 from globe_lightning.tree.plan import IndexedPairs, build_plan, build_plans
 from globe_lightning.tree.proxies import Proxies
+from globe_lightning.tree.traversal import traverse
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -58,17 +63,22 @@ def test_affine_fields_are_reproduced(dims: int) -> None:
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize("leaf_size", [1, 3, 6])
 @pytest.mark.parametrize("theta", [0.5, 1.0, 2.0])
-def test_an_affine_kernel_is_summed_exactly(dims: int, leaf_size: int, theta: float) -> None:
+@pytest.mark.parametrize("most", [None, 1, 5, 11])
+def test_an_affine_kernel_is_summed_exactly(dims: int, leaf_size: int, theta: float, most: int | None) -> None:
     """A kernel affine in the target's place acts on every point as if that had been evaluated by itself."""
     points = torch.cat([normal(90, dims), normal(30, dims, seed=1) * 0.01])
     sources = build_forest([normal(60, dims, seed=2) + 1, normal(25, dims, seed=3)], leaf_size)
     targets = build_forest([points[:50], points[50:]], leaf_size)
-    plan, other = build_plans(targets, [1, 1], sources, theta, far_field_order=1)
+    plan, other = build_plans(targets, [1, 1], sources, theta, far_field_order=1, max_far_targets=most)
     same, _ = build_plans(targets, [1, 1], sources, theta)
     assert plan.n_proxies == dims + 1 and same.n_proxies == 1
-    assert plan.n_evaluations <= (dims + 1) * same.n_evaluations
-    first_of_other = targets.node_offsets[1]
-    assert plan.n_nodes == int((targets.end - targets.start)[:first_of_other].gt(dims + 1).sum()) < same.n_nodes
+    own_nodes = slice(0, targets.node_offsets[1])
+    sizes, leaf = (targets.end - targets.start)[own_nodes], targets.first_child[own_nodes] < 0
+    with_rows = (sizes > dims + 1) & (leaf | (sizes <= (most or 50)))
+    assert plan.n_nodes == int(with_rows.sum()) < same.n_nodes
+    assert torch.equal(plan.node_end - plan.node_start, sizes[with_rows])
+    if most is None:
+        assert plan.n_evaluations <= (dims + 1) * same.n_evaluations
     own = targets.points[:50]
     where = point_targets(plan, own, 2)
     buffer = torch.zeros(plan.n_rows, 2, dtype=torch.float64)
@@ -96,14 +106,60 @@ def test_an_affine_kernel_is_summed_exactly(dims: int, leaf_size: int, theta: fl
     assert other.n_points == 70
 
 
+@pytest.mark.parametrize("leaf_size", [1, 3])
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("limit", [2, 16, 40, "auto"])
+def test_large_target_nodes_are_evaluated_in_their_largest_parts(
+    leaf_size: int, order: int, limit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a plan without a limit whose far pairs are opened one by one."""
+    monkeypatch.setattr(far_targets, "AUTO_MOST", 5)
+    monkeypatch.setattr(far_targets, "AUTO_SHARE", 8)
+    forest = build_forest([normal(130, 3), normal(70, 3, seed=1) + 9, normal(0, 3), normal(9, 3, seed=2)], leaf_size)
+    sizes, n_proxies = forest.end - forest.start, 4 if order else 1
+    far = traverse(forest, forest, 3.0)
+
+    def parts(node: int) -> list[int]:
+        child = int(forest.first_child[node])
+        tree = int(np.searchsorted(forest.node_offsets, node, side="right")) - 1
+        most = [16, 8, 5, 5][tree] if limit == "auto" else limit
+        return [node] if sizes[node] <= most or child < 0 else parts(child) + parts(child + 1)
+
+    expected: Counter[tuple[str, int, int]] = Counter()
+    for target, source in zip(far.far_targets.tolist(), far.far_sources.tolist(), strict=True):
+        for part in parts(target):
+            if order and sizes[part] <= n_proxies:
+                expected.update(("point", row, source) for row in range(int(forest.start[part]), int(forest.end[part])))
+            else:
+                expected["node", part, source] = n_proxies
+    own = FarTargets.of(forest, n_proxies, limit)
+    nodes = list(range(forest.n_nodes)) if own.nodes is None else own.nodes.tolist()
+    found: Counter[tuple[str, int, int]] = Counter()
+    rows, sources = own.at_rows(far.far_targets, far.far_sources)
+    for row, source in set(zip(rows.tolist(), sources.tolist(), strict=True)):
+        node = nodes[(row - forest.n_points) // n_proxies] if row >= forest.n_points else row
+        found["node" if row >= forest.n_points else "point", node, source] += 1
+    assert any(len(parts(node)) > 1 for node in far.far_targets.tolist())
+    assert found == expected and found.total() == len(rows)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_a_limit_of_one_target_expands_all(order: int) -> None:
+    case = make_case(3, 80, 20, 60)
+    expected = fields_of(make_model(3, theta=1.0, expand_far_targets=True), case)
+    found = fields_of(make_model(3, theta=1.0, far_field_order=order, max_far_targets=1), case)
+    assert relative_error(found, expected) < 1e-12
+
+
 @pytest.mark.parametrize("leaf_size", [1, 4])
 def test_it_costs_one_more_read_of_the_device(leaf_size: int) -> None:
     forest = build_forest([normal(200, 3)], leaf_size)
     with count_syncs() as plain:
         build_plan(forest, forest, 1.0)
-    with count_syncs() as found:
-        build_plan(forest, forest, 1.0, far_field_order=1)
-    assert len(found) == len(plain) + 1
+    for rule in ({"far_field_order": 1}, {"far_field_order": 1, "max_far_targets": 16}, {"max_far_targets": 16}):
+        with count_syncs() as found:
+            build_plan(forest, forest, 1.0, **rule)
+        assert len(found) == len(plain) + 1
 
 
 # The network
@@ -126,14 +182,15 @@ def surface_case(n: int, n_points: int = 60) -> Case:
 
 
 def test_errors_of_the_target_side_fall_one_order_faster() -> None:
-    """Beside expanded targets, which err on the source side alone, at equal opening angles."""
+    """Beside expanded targets, which err on the source side alone, at equal opening angles and without a limit."""
     case = surface_case(400, 500)
     errors: dict[int, list[float]] = {0: [], 1: []}
     for theta in (0.5, 0.25):
         model = make_model(3, theta=theta, expand_far_targets=True, n_communication_hyperlayers=0)
         expanded = fields_of(model, case, prediction_chunk_size=None)
         for order in errors:
-            model = make_model(3, theta=theta, far_field_order=order, n_communication_hyperlayers=0)
+            options = {"theta": theta, "far_field_order": order, "max_far_targets": None}
+            model = make_model(3, **options, n_communication_hyperlayers=0)
             errors[order].append(relative_l2(fields_of(model, case, prediction_chunk_size=None), expanded))
     ratios = {order: coarse / fine for order, (coarse, fine) in errors.items()}
     print(f"\nerrors at theta 0.5 and 0.25 by order: {errors}; ratios {ratios}")

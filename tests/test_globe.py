@@ -467,6 +467,9 @@ def test_state_survives_a_file_and_a_copy() -> None:
         ({"theta": -0.5}, "theta: expected >= 0, found -0.5"),
         ({"theta": float("nan")}, "theta: expected >= 0, found nan"),
         ({"far_field_order": 2}, "far_field_order: expected 0 or 1, found 2"),
+        ({"max_far_targets": 0}, 'max_far_targets: expected "auto", None or a positive integer, found 0'),
+        ({"max_far_targets": "all"}, "max_far_targets: expected \"auto\", None or a positive integer, found 'all'"),
+        ({"plan_cache_bytes": -1}, "plan_cache_bytes: expected >= 0, found -1"),
         (
             {"far_field_order": 1, "expand_far_targets": True},
             "far_field_order: expected 0 with expand_far_targets: true",

@@ -132,6 +132,10 @@ def test_what_physicsnemo_cannot_hold_is_refused(tmp_path: Path) -> None:
         ValueError, match="far_field_order: PhysicsNeMo's far field is of order 0, this model's of order 1"
     ):
         to_mdlus(make_model(2, theta=1.0, far_field_order=1), tmp_path / "model.mdlus")
+    with pytest.raises(
+        ValueError, match="max_far_targets: PhysicsNeMo's far pairs have no limit, this model's 9 targets"
+    ):
+        to_mdlus(make_model(2, theta=1.0, max_far_targets=9), tmp_path / "model.mdlus")
     assert not list(tmp_path.iterdir())
 
 

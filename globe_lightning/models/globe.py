@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from globe_lightning.models.features import magnitude_and_direction
 from globe_lightning.models.interactions import evaluate_plan
 from globe_lightning.models.kernel import SourceVectors
 from globe_lightning.models.multiscale import MultiscaleKernel, SourceTable, module_key
+from globe_lightning.models.plan_cache import PlanCache
 from globe_lightning.models.plans import PlanAhead, Planner, Plans, PredictionPlan, require_fitting
 from globe_lightning.models.targets import Targets, face_targets, point_targets
 from globe_lightning.tree.plan import InteractionPlan
@@ -80,10 +82,14 @@ class GLOBE(nn.Module):
         far_field_order: 0 or 1. A far pair acts on all targets of a node alike (0), or by an affine field through its
             values at a few points of the node (1): nearly the accuracy of ``expand_far_targets`` for a fraction of its
             evaluations.
+        max_far_targets: most targets that share the evaluation of a far pair; a larger node's are evaluated in parts.
+            None for no limit; "auto": with ``far_field_order`` 1 the 128th part of the targets of a tree, but at least
+            64; else no limit.
         use_gradient_checkpointing: recompute pair temporaries in the backward pass: memory for time.
         tree_build_device: where trees and plans are built, e.g. "cpu"; None for the sample's own device.
         chunk_bytes: what the temporaries of all pairs in flight may take; None for the device's default, see
             ``memory``.
+        plan_cache_bytes: what the plans of samples that come again may take, see ``plan_cache``; 0 keeps none.
         compile: compile what is computed for a pair, by ``torch.compile``: faster after the first step. Needs a C++
             compiler on a CPU.
 
@@ -117,10 +123,12 @@ class GLOBE(nn.Module):
         latent_compression_scale: float | None = None,
         expand_far_targets: bool = False,
         far_field_order: int = 0,
+        max_far_targets: int | Literal["auto"] | None = "auto",
         use_gradient_checkpointing: bool = True,
         tree_build_device: str | None = None,
         initial_amplitude: float = 1.0,
         chunk_bytes: int | None = None,
+        plan_cache_bytes: int = 256 << 20,
         compile: bool = False,
     ) -> None:
         super().__init__()
@@ -151,8 +159,15 @@ class GLOBE(nn.Module):
             far_field_order,
             "0 with expand_far_targets: true, since there every far pair is evaluated at every target",
         )
+        _require(
+            max_far_targets in ("auto", None) or (isinstance(max_far_targets, int) and max_far_targets >= 1),
+            "max_far_targets",
+            repr(max_far_targets),
+            '"auto", None or a positive integer',
+        )
         _require(leaf_size >= 1, "leaf_size", leaf_size, ">= 1")
         _require(chunk_bytes is None or chunk_bytes > 0, "chunk_bytes", chunk_bytes, "None or a positive number")
+        _require(plan_cache_bytes >= 0, "plan_cache_bytes", plan_cache_bytes, ">= 0")
         beta, scale = self_regularization_beta, latent_compression_scale
         _require(beta is None or beta >= 0, "self_regularization_beta", beta, "None or >= 0")
         _require(scale is None or scale > 0, "latent_compression_scale", scale, "None or a positive number")
@@ -164,8 +179,10 @@ class GLOBE(nn.Module):
         self.target_size_weight = float(target_size_weight)
         self.latent_compression_scale = latent_compression_scale
         self.expand_far_targets, self.far_field_order = expand_far_targets, far_field_order
+        self.max_far_targets = None if max_far_targets == "auto" and not far_field_order else max_far_targets
         self.use_gradient_checkpointing = use_gradient_checkpointing
         self.chunk_bytes, self.compile_pairs = chunk_bytes, compile
+        self.plan_cache = PlanCache(plan_cache_bytes)
         self.tree_build_device = None if tree_build_device is None else torch.device(tree_build_device)
         self.register_buffer("reference_area", torch.tensor(reference_area, dtype=torch.float32))
         self.register_buffer("smoothing_radius", torch.tensor(smoothing_radius, dtype=torch.float32), persistent=False)
@@ -259,6 +276,7 @@ class GLOBE(nn.Module):
         reference_lengths: Mapping[str, Any] | None = None,
         global_data: Mapping[str, Any] | TensorDictBase | None = None,
         ahead: Plans | None = None,
+        geometry_key: str | None = None,
     ) -> Plans:
         """Check a sample and build its trees and interaction plans, never under autocast.
 
@@ -269,6 +287,7 @@ class GLOBE(nn.Module):
                 or a number.
             reference_lengths, global_data: checked along with the geometry if given; plans do not depend on them.
             ahead: plans of :meth:`plan_ahead` for this sample: it is checked alone.
+            geometry_key: of the sample, if its plans may be kept (``sample.geometry_key``).
 
         Raises:
             TypeError, ValueError: something of the sample does not fit; see ``validation``.
@@ -276,7 +295,15 @@ class GLOBE(nn.Module):
         meshes = self._checked_meshes(prediction_points, boundary_meshes, reference_lengths, global_data)
         if ahead is not None:
             return ahead
-        return self._planner(prediction_points.device).plan_sample(meshes, prediction_points, prediction_chunk_size)
+        planner = self._planner(prediction_points.device)
+        return self.plan_cache.get(
+            self._plan_key(geometry_key, planner, prediction_chunk_size),
+            lambda: planner.plan_sample(meshes, prediction_points, prediction_chunk_size),
+        )
+
+    def _plan_key(self, geometry_key: str | None, *others: Any) -> Any:
+        """Under which plans are kept; None if they are not to be, or are nothing but numbers, as at theta 0."""
+        return (geometry_key, *others) if geometry_key is not None and self.theta else None
 
     def plan_ahead(self, prediction_chunk_size: int | Literal["auto"] | None = "auto") -> PlanAhead:
         """What plans samples on a CPU before the model sees them, in another process too."""
@@ -291,6 +318,7 @@ class GLOBE(nn.Module):
             self.expand_far_targets,
             self.target_size_weight,
             self.far_field_order,
+            self.max_far_targets,
             build,
             device,
             self.geometry_dtype,
@@ -373,10 +401,12 @@ class GLOBE(nn.Module):
         global_data: Mapping[str, Any] | TensorDictBase | None = None,
         prediction_chunk_size: int | Literal["auto"] | None = "auto",
         pointwise: bool = True,
+        geometry_key: str | None = None,
     ) -> Iterator[TensorDict]:
         """The fields at points, chunk after chunk, without gradients and in bounded memory.
 
-        The communication layers are evaluated once; the plan of a chunk lives while that chunk is evaluated.
+        The communication layers are evaluated once; the plan of a chunk lives while that chunk is evaluated, unless it
+        is kept.
 
         Args:
             prediction_points, boundary_meshes, reference_lengths, global_data, prediction_chunk_size: those of
@@ -384,6 +414,7 @@ class GLOBE(nn.Module):
             pointwise: let every point decide alone which faces act on it as one: a prediction then depends on its own
                 point only, whatever the chunks and whoever else is asked. Else the fields are those of
                 :meth:`forward` with the same chunks. No difference at ``theta = 0``.
+            geometry_key: of the sample, if its plans may be kept (``sample.geometry_key``).
 
         Yields:
             The fields of the next points, in their order.
@@ -392,10 +423,12 @@ class GLOBE(nn.Module):
         boundary_meshes = _as_dict(boundary_meshes)
         meshes = self._checked_meshes(prediction_points, boundary_meshes, reference_lengths, global_data)
         planner = self._planner(device)
-        plans, forest = planner.plan_faces(meshes)
+        cache, key = self.plan_cache, partial(self._plan_key, geometry_key, planner)
+        plans, forest = cache.get(key("faces"), lambda: planner.plan_faces(meshes))
         tables = self._communicate(boundary_meshes, reference_lengths, global_data, plans, device, self.theta > 0)
         for first, last in planner.chunks(prediction_points.shape[0], forest.n_points, prediction_chunk_size):
-            chunk = planner.plan_points(prediction_points, first, last, forest, pointwise)
+            build = partial(planner.plan_points, prediction_points, first, last, forest, pointwise)
+            chunk = cache.get(key(first, last, pointwise), build)
             packed = self._evaluate_chunk(prediction_points, chunk, tables)
             # Left before yielding: the caller's own autocast is in force while it holds the fields.
             with torch.autocast(device.type, enabled=False):

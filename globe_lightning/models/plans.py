@@ -13,6 +13,7 @@ from torch import Tensor
 from globe_lightning.mesh import BoundaryMesh
 from globe_lightning.sample import Sample
 from globe_lightning.tree.cluster_tree import ClusterForest, build_forest, loose_points
+from globe_lightning.tree.far_targets import Limit
 from globe_lightning.tree.morton import morton_codes
 from globe_lightning.tree.plan import InteractionPlan, build_plan, build_plans
 from globe_lightning.tree.pointwise import build_pointwise_plan
@@ -73,6 +74,7 @@ class Planner:
         expand_far_targets: evaluate far pairs at every target.
         target_size_weight: of D_T in the opening rule.
         far_field_order: of the field of a far pair over its target node.
+        max_far_targets: points of the largest target node that is evaluated as one.
         build_device: where trees and plans are built.
         device: where they are used.
         dtype: precision of the geometry.
@@ -83,6 +85,7 @@ class Planner:
     expand_far_targets: bool
     target_size_weight: float
     far_field_order: int
+    max_far_targets: Limit
     build_device: torch.device
     device: torch.device
     dtype: torch.dtype
@@ -139,8 +142,14 @@ class Planner:
         return PredictionPlan(first, last, order.to(self.device), plan.to(self.device))
 
     @property
-    def _rule(self) -> tuple[float, bool, float, int]:
-        return self.theta, self.expand_far_targets, self.target_size_weight, self.far_field_order
+    def _rule(self) -> tuple[float, bool, float, int, Limit]:
+        return (
+            self.theta,
+            self.expand_far_targets,
+            self.target_size_weight,
+            self.far_field_order,
+            self.max_far_targets,
+        )
 
     def _forest(self, point_sets: Sequence[Tensor]) -> ClusterForest:
         return build_forest(point_sets, self.leaf_size) if self.theta else loose_points(point_sets)

@@ -31,9 +31,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from globe_lightning.tree.cluster_tree import ClusterForest, tree_shape
+from globe_lightning.tree.cluster_tree import ClusterForest
+from globe_lightning.tree.far_targets import FarTargets, Limit
 from globe_lightning.tree.leaf_pairs import LeafPairs, open_leaf_pairs
-from globe_lightning.tree.traversal import expand_nodes, expand_rows, traverse
+from globe_lightning.tree.traversal import expand_nodes, traverse
 
 # Shorter blocks take longer to call for than to evaluate.
 FEWEST_PAIRS = 256
@@ -204,7 +205,7 @@ class InteractionPlan:
         pairs: one list a source tree; target rows are [points | nodes | groups] of the target forest, source rows
             [points | nodes] of the source tree alone.
         n_points: of the target forest.
-        n_nodes: target nodes that have rows: all, or with proxies those of more points than these.
+        n_nodes: target nodes that have rows: all, or with proxies those that are evaluated at them.
         node_start, node_end: target points of each target node that has rows, int64 (n_nodes,).
         uses_target_nodes, uses_source_nodes: whether any pair refers to them.
         group_nodes: target leaf of each group, int64 (n_groups,).
@@ -270,6 +271,7 @@ def build_plan(
     expand_far_targets: bool = False,
     target_size_weight: float = 1.0,
     far_field_order: int = 0,
+    max_far_targets: Limit = None,
 ) -> InteractionPlan:
     """Plan every interaction of two forests so that each (target, source) combination is covered exactly once.
 
@@ -279,9 +281,11 @@ def build_plan(
         expand_far_targets: evaluate far pairs at every target of the node instead of once at its mean point.
         target_size_weight: of D_T in the opening rule, see :func:`traverse`.
         far_field_order: 0 to evaluate far pairs at the mean point of the target node, 1 at its proxy points.
+        max_far_targets: points of the largest target node (but a leaf) that is evaluated as one, see ``far_targets``.
     """
     parts = [targets.n_trees]
-    return build_plans(targets, parts, sources, theta, expand_far_targets, target_size_weight, far_field_order)[0]
+    rule = (theta, expand_far_targets, target_size_weight, far_field_order, max_far_targets)
+    return build_plans(targets, parts, sources, *rule)[0]
 
 
 @torch.no_grad()
@@ -293,13 +297,15 @@ def build_plans(
     expand_far_targets: bool = False,
     target_size_weight: float = 1.0,
     far_field_order: int = 0,
+    max_far_targets: Limit = None,
 ) -> list[InteractionPlan]:
     """One traversal for several target forests that stand side by side in one: a plan for each.
 
     Args:
         targets: all target trees.
         parts: number of trees of each target forest; they sum to ``targets.n_trees``.
-        sources, theta, expand_far_targets, target_size_weight, far_field_order: see :func:`build_plan`.
+        sources, theta, expand_far_targets, target_size_weight, far_field_order, max_far_targets: see
+            :func:`build_plan`.
 
     Data-dependent operations: one a level of the traversal and at most five.
     """
@@ -308,7 +314,7 @@ def build_plans(
         sizes = np.diff([targets.point_offsets[bound] for bound in bounds]).tolist()
         return [exact_plan(size, sources) for size in sizes]
     n_proxies = targets.points.shape[1] + 1 if far_field_order else 1
-    own = _nodes_with_rows(targets, n_proxies)
+    own = FarTargets.of(targets, n_proxies, max_far_targets)
     found = traverse(targets, sources, theta, target_size_weight)
     part_of_tree = np.repeat(np.arange(len(parts)), parts)
     part_of_node = _per_node(targets, part_of_tree)
@@ -318,10 +324,8 @@ def build_plans(
         rows, rank = expand_nodes(targets, far_t)
         far_t = targets.start.int().index_select(0, far_t).index_select(0, rows).add_(rank)
         far_s = far_s.index_select(0, rows)
-    elif n_proxies > 1:
-        far_t, far_s = _at_proxies(targets, own, far_t, far_s, n_proxies)
     else:
-        far_t = far_t + targets.n_points
+        far_t, far_s = own.at_rows(far_t, far_s)
     # Rows of all parts and trees at first: points, then nodes, then groups.
     first_group = targets.n_points + own.n_nodes * n_proxies
     fn_targets = _repeated(near.fn_groups * n_proxies + first_group, n_proxies)
@@ -337,57 +341,6 @@ def build_plans(
     return _split(
         targets, own, bounds, sources, pair_targets, pair_sources, part_of_row, near, uses_target_nodes, n_proxies
     )
-
-
-@dataclass
-class _NodesWithRows:
-    """The target nodes that have rows of their own.
-
-    Attributes:
-        offsets: first such node of each tree, with the total appended.
-        nodes: which they are; None if all.
-    """
-
-    offsets: list[int]
-    nodes: Tensor | None = None
-
-    @property
-    def n_nodes(self) -> int:
-        return self.offsets[-1]
-
-    def select(self, of_nodes: Tensor, low: int = 0, high: int | None = None) -> Tensor:
-        """The entries (along the last dimension) of those nodes, of the trees [low, high)."""
-        rows = slice(self.offsets[low], self.offsets[-1 if high is None else high])
-        return of_nodes[..., rows] if self.nodes is None else of_nodes.index_select(-1, self.nodes[rows])
-
-
-def _nodes_with_rows(targets: ClusterForest, n_proxies: int) -> _NodesWithRows:
-    """All nodes, or with proxies those of more points than these; known without a look at the device."""
-    if n_proxies == 1:
-        return _NodesWithRows(list(targets.node_offsets))
-    sizes = np.diff(targets.point_offsets).tolist()
-    large = []
-    for first, shape in zip(targets.node_offsets, (tree_shape(n, targets.leaf_size) for n in sizes), strict=False):
-        large.append(np.flatnonzero(shape.end - shape.start > n_proxies) + first)
-    nodes = torch.from_numpy(np.concatenate(large)).to(targets.points.device, non_blocking=True)
-    return _NodesWithRows([0, *itertools.accumulate(map(len, large))], nodes)
-
-
-def _at_proxies(
-    targets: ClusterForest, own: _NodesWithRows, far_t: Tensor, far_s: Tensor, n_proxies: int
-) -> tuple[Tensor, Tensor]:
-    """Target and source rows of far pairs: every proxy point or, of a small node, every point. One device sync."""
-    assert own.nodes is not None
-    ranks = torch.zeros_like(targets.start).index_copy_(
-        0, own.nodes, torch.arange(own.n_nodes, device=targets.start.device)
-    )
-    start = targets.start.index_select(0, far_t)
-    counts = targets.end.index_select(0, far_t) - start
-    small = counts <= n_proxies
-    counts.clamp_max_(n_proxies)
-    rows, rank = expand_rows(counts, int(counts.sum()))
-    first = torch.where(small, start, ranks.index_select(0, far_t) * n_proxies + targets.n_points)
-    return first.index_select(0, rows) + rank, far_s.index_select(0, rows)
 
 
 def _repeated(first: Tensor, n: int) -> Tensor:
@@ -406,7 +359,7 @@ def exact_plan(n_points: int, sources: ClusterForest) -> InteractionPlan:
 class _Part:
     """The target trees [low, high) of a forest."""
 
-    def __init__(self, forest: ClusterForest, own: _NodesWithRows, low: int, high: int) -> None:
+    def __init__(self, forest: ClusterForest, own: FarTargets, low: int, high: int) -> None:
         self.first_point, last_point = forest.point_offsets[low], forest.point_offsets[high]
         self.first_node = forest.node_offsets[low]
         self.n_points, self.n_nodes = last_point - self.first_point, own.offsets[high] - own.offsets[low]
@@ -463,7 +416,7 @@ def _cuts(ascending: Tensor, n_values: int) -> Int[Tensor, " cuts"]:
 
 def _split(
     targets: ClusterForest,
-    with_rows: _NodesWithRows,
+    with_rows: FarTargets,
     bounds: list[int],
     sources: ClusterForest,
     pair_targets: Tensor,

@@ -35,10 +35,13 @@ from globe_lightning.tree.pointwise import build_pointwise_plan
 
 FIELDS: dict[str, dict[str, Any]] = {
     "order 0": {},
-    "order 1": {"far_field_order": 1},
+    "order 0, limit": {"max_far_targets": "auto"},
+    "order 1, no limit": {"far_field_order": 1},
+    "order 1": {"far_field_order": 1, "max_far_targets": "auto"},
     "pointwise": {"pointwise": True},
     "expanded": {"expand_far_targets": True},
 }
+"""Far fields by name; the limit is on the targets that share an evaluation, the default of order 1."""
 
 
 def main(args: list[str] | None = None) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from globe_lightning import GlobeLightningModule
 CONFIG = Path(__file__).parents[2] / "configs" / "drivaer_quickstart.yaml"
 RULES: dict[str, dict[str, Any]] = {
     "order 0": {},
-    "order 1": {"far_field_order": 1},
+    "order 1": {"far_field_order": 1, "max_far_targets": "auto"},
     "expanded": {"expand_far_targets": True},
 }
 
@@ -142,7 +142,7 @@ def draw(module: GlobeLightningModule, data: DrivAerMLDataModule, path: str) -> 
     side = sample.prediction_points[:, 1] < 0
     x, _, z = sample.prediction_points[side].T
     figure, axes = plt.subplots(2, 2, figsize=(13, 5.6), constrained_layout=True)
-    none = {"far_field_order": 0, "expand_far_targets": False}
+    none = {"far_field_order": 0, "max_far_targets": None, "expand_far_targets": False}
     exact = None
     for axis, (name, changes) in zip(axes.flat, {"exact": {"theta": 0.0}, **RULES}.items(), strict=True):
         for key, value in {**none, "theta": 1.0, **changes}.items():

@@ -1,4 +1,4 @@
-"""What tests share: golden cases, small random models and samples, a free port."""
+"""What tests share: golden cases, small random models and samples, a quiet trainer, a free port."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
@@ -242,6 +243,19 @@ def gradients_of(model: GLOBE, case: Case, **options: Any) -> dict[str, Tensor]:
 
 
 # Processes
+
+
+def quiet_trainer(**options: Any) -> pl.Trainer:
+    """A trainer on one CPU that logs, saves and shows nothing."""
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
 
 
 def free_port() -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers import quiet_trainer
 from syncs import count_syncs
 
 from datamodules import DrivAerMLDataModule
@@ -47,16 +48,7 @@ def trained(cache: Path, workers: int, where: str | None) -> dict[str, torch.Ten
         optimizer="adamw",
         schedule="constant",
     )
-    trainer = pl.Trainer(
-        max_steps=3,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, data)
+    quiet_trainer(max_steps=3).fit(module, data)
     return module.state_dict()
 
 

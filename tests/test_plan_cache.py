@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers import fields_of, make_case, make_model, map_mesh
+from helpers import fields_of, make_case, make_model, map_mesh, quiet_trainer
 from torch import Tensor
 
 from datamodules import DrivAerMLDataModule
@@ -163,18 +163,7 @@ def test_validation_plans_each_case_twice_in_all(tmp_path: Path, monkeypatch: py
             def on_validation_end(self, trainer: Any, module: Any) -> None:
                 history.append(float(trainer.callback_metrics["val/loss"]))
 
-        trainer = pl.Trainer(
-            max_epochs=4,
-            limit_train_batches=1,
-            num_sanity_val_steps=0,
-            accelerator="cpu",
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[Watch()],
-        )
+        trainer = quiet_trainer(max_epochs=4, limit_train_batches=1, num_sanity_val_steps=0, callbacks=[Watch()])
         trainer.fit(module, data)
         assert not module.network.plan_cache.kept, "nothing stays after the training"
         return history, len(planned)

@@ -21,33 +21,16 @@ from torch import Tensor, nn
 from globe_lightning.fields import FieldLayout, flatten_data
 from globe_lightning.mesh import BoundaryMesh
 from globe_lightning.models.boundaries import Boundary, sort_boundaries
-from globe_lightning.models.features import magnitude_and_direction
 from globe_lightning.models.interactions import evaluate_plan
 from globe_lightning.models.kernel import SourceVectors
 from globe_lightning.models.multiscale import MultiscaleKernel, SourceTable, module_key
+from globe_lightning.models.outputs import FieldCalibration, calibrate, compress
 from globe_lightning.models.plan_cache import PlanCache
 from globe_lightning.models.plans import PlanAhead, Planner, Plans, PredictionPlan, require_fitting
 from globe_lightning.models.targets import Targets, face_targets, point_targets
 from globe_lightning.tree.plan import InteractionPlan
 from globe_lightning.tree.prefix_sums import range_means, range_sums
 from globe_lightning.validation import NumberChecks, check_conditions, check_geometry
-
-
-class FieldCalibration(nn.Module):
-    """An output field's own scale and, for scalars, offset; 1 and 0 at first."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, 1))
-        if rank == 0:
-            self.bias = nn.Parameter(torch.zeros(1))
-        else:
-            self.register_parameter("bias", None)
-
-    def forward(self, field: Float[Tensor, "n columns"]) -> Float[Tensor, "n columns"]:
-        """Scale and shift a field's packed columns."""
-        field = field * self.weight.to(field.dtype)
-        return field if self.bias is None else field + self.bias.to(field.dtype)
 
 
 class GLOBE(nn.Module):
@@ -390,7 +373,7 @@ class GLOBE(nn.Module):
             # No points: empty fields, of which every parameter still has a gradient.
             packed = packed + _nothing(self).to(packed.dtype)
         with torch.autocast(device.type, enabled=False):
-            return self._calibrate(packed)
+            return calibrate(packed, self.output_layout, self.final_field_transforms)
 
     @torch.no_grad()
     def predict_chunks(
@@ -432,7 +415,7 @@ class GLOBE(nn.Module):
             packed = self._evaluate_chunk(prediction_points, chunk, tables)
             # Left before yielding: the caller's own autocast is in force while it holds the fields.
             with torch.autocast(device.type, enabled=False):
-                fields = self._calibrate(packed)
+                fields = calibrate(packed, self.output_layout, self.final_field_transforms)
             yield fields
 
     def _communicate(
@@ -472,7 +455,7 @@ class GLOBE(nn.Module):
             for layer in range(self.n_communication_hyperlayers):
                 tables = self._tables(layer, plans, boundaries, latents, lengths, conditions, product_dtype)
                 out = self._evaluate(layer, plans.communication, targets, tables, self.latent_layout)
-                latents = self._compress(out)
+                latents = compress(out, self.latent_layout, self.latent_compression_scale, self.smoothing_radius)
             return self._tables(
                 self.n_communication_hyperlayers, plans, boundaries, latents, lengths, conditions, product_dtype
             )
@@ -567,32 +550,6 @@ class GLOBE(nn.Module):
         # Kernels of types that this sample lacks get a gradient of zero, so that DDP needs no search for them.
         for kind in set(self.source_layouts) - {table.kind for table in tables}:
             out = out + _nothing(self.kernel_layers[layer][module_key(kind)]).to(out.dtype)  # type: ignore[index]
-        return out
-
-    def _compress(self, packed: Float[Tensor, "n columns"]) -> Float[Tensor, "n columns"]:
-        """C asinh(t/C) for scalars, t C asinh(m/C)/m for vectors."""
-        scale = self.latent_compression_scale
-        if scale is None:
-            return packed
-        n_scalars = len(self.latent_layout.scalars)
-        scalars, vectors = packed[:, :n_scalars], packed[:, n_scalars:]
-        scalars = scale * torch.asinh(scalars / scale)
-        vectors = vectors.reshape(vectors.shape[0], -1, self.n_spatial_dims)
-        magnitude, direction = magnitude_and_direction(vectors, self.smoothing_radius.to(packed.dtype))
-        vectors = direction * (scale * torch.asinh(magnitude / scale)).unsqueeze(-1)
-        return torch.cat([scalars, vectors.flatten(1)], dim=1)
-
-    def _calibrate(self, packed: Float[Tensor, "n columns"]) -> TensorDict:
-        layout = self.output_layout
-        out = TensorDict({}, batch_size=[packed.shape[0]], device=packed.device)
-        scalar, vector = 0, len(layout.scalars)
-        for (name, rank), transform in zip(layout.ranks.items(), self.final_field_transforms, strict=True):
-            if rank == 0:
-                out[layout.paths[name]] = transform(packed[:, scalar : scalar + 1]).squeeze(1)
-                scalar += 1
-            else:
-                out[layout.paths[name]] = transform(packed[:, vector : vector + layout.n_dims])
-                vector += layout.n_dims
         return out
 
 

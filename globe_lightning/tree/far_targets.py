@@ -41,7 +41,7 @@ class FarTargets:
         nodes: which have rows; None if all.
         first, counts: each node's rows in the list [all rows | rows of the parts of large nodes], int32 (all nodes,);
             None if each node has a row and is evaluated there.
-        of_parts: rows of the parts of large nodes, int32.
+        of_parts: rows of the parts of large nodes, int32; None for none.
         n_points, n_proxies: points of the forest, and rows of each node.
     """
 
@@ -69,9 +69,14 @@ class FarTargets:
         offsets, *tensors = _rows_of_nodes(sizes, limits, forest.leaf_size, n_proxies)
         device = forest.points.device
         nodes, first, counts, of_parts = (tensor.to(device, non_blocking=True) for tensor in tensors)
-        return FarTargets(
-            offsets, None if n_proxies == 1 else nodes, first, counts, of_parts, forest.n_points, n_proxies
-        )
+        with_rows = None if n_proxies == 1 else nodes
+        return FarTargets(offsets, with_rows, first, counts, of_parts, forest.n_points, n_proxies)
+
+    @staticmethod
+    def at_points(forest: ClusterForest) -> FarTargets:
+        """Of a forest whose far pairs are evaluated at every point of the target node."""
+        first = forest.start.int()
+        return FarTargets(list(forest.node_offsets), None, first, forest.end.int() - first, None, forest.n_points, 1)
 
     @property
     def n_nodes(self) -> int:
@@ -85,12 +90,12 @@ class FarTargets:
 
     def at_rows(self, nodes: Int[Tensor, " far"], sources: Int[Tensor, " far"]) -> tuple[Tensor, Tensor]:
         """Target rows and sources of far pairs, from their target nodes. One device sync, or none without a limit."""
-        if self.first is None or self.counts is None or self.of_parts is None:
+        if self.first is None or self.counts is None:
             return nodes + self.n_points, sources
         counts = self.counts.index_select(0, nodes)
         pairs, rank = expand_rows(counts, int(counts.sum()))
         rows = self.first.index_select(0, nodes).index_select(0, pairs) + rank
-        if self.of_parts.shape[0]:
+        if self.of_parts is not None and self.of_parts.shape[0]:
             n_rows = self.n_points + self.n_nodes * self.n_proxies
             every = torch.cat([torch.arange(n_rows, dtype=torch.int32, device=rows.device), self.of_parts])
             rows = every.index_select(0, rows)

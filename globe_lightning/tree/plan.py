@@ -34,7 +34,7 @@ from torch import Tensor
 from globe_lightning.tree.cluster_tree import ClusterForest
 from globe_lightning.tree.far_targets import FarTargets, Limit
 from globe_lightning.tree.leaf_pairs import LeafPairs, open_leaf_pairs
-from globe_lightning.tree.traversal import expand_nodes, traverse
+from globe_lightning.tree.traversal import traverse
 
 # Shorter blocks take longer to call for than to evaluate.
 FEWEST_PAIRS = 256
@@ -314,18 +314,12 @@ def build_plans(
         sizes = np.diff([targets.point_offsets[bound] for bound in bounds]).tolist()
         return [exact_plan(size, sources) for size in sizes]
     n_proxies = targets.points.shape[1] + 1 if far_field_order else 1
-    own = FarTargets.of(targets, n_proxies, max_far_targets)
+    own = FarTargets.at_points(targets) if expand_far_targets else FarTargets.of(targets, n_proxies, max_far_targets)
     found = traverse(targets, sources, theta, target_size_weight)
     part_of_tree = np.repeat(np.arange(len(parts)), parts)
     part_of_node = _per_node(targets, part_of_tree)
     near = open_leaf_pairs(targets, sources, found, theta, part_of_node)
-    far_t, far_s = found.far_targets, found.far_sources
-    if expand_far_targets:
-        rows, rank = expand_nodes(targets, far_t)
-        far_t = targets.start.int().index_select(0, far_t).index_select(0, rows).add_(rank)
-        far_s = far_s.index_select(0, rows)
-    else:
-        far_t, far_s = own.at_rows(far_t, far_s)
+    far_t, far_s = own.at_rows(found.far_targets, found.far_sources)
     # Rows of all parts and trees at first: points, then nodes, then groups.
     first_group = targets.n_points + own.n_nodes * n_proxies
     fn_targets = _repeated(near.fn_groups * n_proxies + first_group, n_proxies)

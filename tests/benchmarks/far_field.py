@@ -27,11 +27,7 @@ from measure import timed
 from torch import Tensor
 
 from globe_lightning import GLOBE
-from globe_lightning.fields import flatten_data
-from globe_lightning.models.plans import PredictionPlan
-from globe_lightning.tree.cluster_tree import build_forest
-from globe_lightning.tree.plan import AllPairs, IndexedPairs, InteractionPlan, build_plan
-from globe_lightning.tree.pointwise import build_pointwise_plan
+from globe_lightning.tree.plan import AllPairs, IndexedPairs, InteractionPlan
 
 FIELDS: dict[str, dict[str, Any]] = {
     "order 0": {},
@@ -50,6 +46,7 @@ def main(args: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--faces", nargs="*", type=int, default=[5000, 20_000, 80_000])
     parser.add_argument("--thetas", nargs="*", type=float, default=[0.5, 0.7, 0.8, 1.0, 1.4, 2.0])
     parser.add_argument("--far-fields", nargs="*", default=list(FIELDS), choices=FIELDS)
+    parser.add_argument("--limits", nargs="*", type=int, default=[], help="both orders with these limits, too")
     parser.add_argument("--timed", nargs="*", type=float, default=[0.8, 1.0])
     parser.add_argument("--step-faces", type=int, default=80_000)
     parser.add_argument("--most-pairs", type=float, default=2.2e8, help="of a plan: memory; larger ones are left out")
@@ -59,6 +56,10 @@ def main(args: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--hidden", nargs="*", type=int, default=[64, 64, 64])
     parser.add_argument("--out", default="far_field")
     a = parser.parse_args(args)
+    a.fields = {name: FIELDS[name] for name in a.far_fields}
+    for limit in a.limits:
+        for order in (0, 1):
+            a.fields[f"order {order}, limit {limit}"] = {"far_field_order": order, "max_far_targets": limit}
     config = {**cases.CAR, "hidden_layer_sizes": a.hidden, "theta": 0.0, "expand_far_targets": False}
     config["initial_amplitude"] = 0.005  # as in rules.py
     torch.manual_seed(0)
@@ -85,29 +86,28 @@ def measure(model: GLOBE, config: dict[str, Any], n_faces: int, a: argparse.Name
         source = rules.like(model, config, theta=1.0)
         faces = source._planner(sampled.device).plan_faces(source._checked_meshes(sampled, meshes, None, None))[0]
         tables = source._communicate(meshes, lengths, None, faces, sampled.device, True)
-        truth = fields_at(model, sampled, *planned(sampled, faces.forest, 0.0, {}), tables)
+        truth = rules.fields_at(model, sampled, *rules.planned(sampled, faces.forest, 0.0, {}), tables)
     # What is looked at stands first among the points that the plans are made for.
     points = torch.cat([sampled, left, right, everywhere])
     chosen = torch.arange(len(points)) < len(sampled) + 2 * a.pairs
     rows = []
-    pairs = dict.fromkeys(FIELDS, (0.0, 1.0))
+    pairs = dict.fromkeys(a.fields, (0.0, 1.0))
     for theta in sorted(a.thetas, reverse=True):
-        for name in a.far_fields:
-            changes = FIELDS[name]
+        for name, changes in a.fields.items():
             before, angle = pairs[name]
             if before * (angle / theta) ** 1.5 > a.most_pairs:
                 continue
             start = time.process_time()
-            order, plan = planned(points, faces.forest, theta, changes)
+            order, plan = rules.planned(points, faces.forest, theta, changes)
             seconds = {"plan_seconds": time.process_time() - start}
             pairs[name] = (plan.n_evaluations, theta)
             with torch.no_grad():
                 few = restricted(plan, chosen.index_select(0, order))
-                fields = fields_at(model, points, order, few, tables)
+                fields = rules.fields_at(model, points, order, few, tables)
                 parts = {key: value.split([len(sampled), a.pairs, a.pairs, n_faces]) for key, value in fields.items()}
                 if theta in a.timed:
                     start = time.process_time()
-                    fields_at(model, points, order, plan, tables)
+                    rules.fields_at(model, points, order, plan, tables)
                     seconds["forward_seconds"] = seconds["plan_seconds"] + time.process_time() - start
             if theta in a.timed and n_faces <= a.step_faces and not changes.get("pointwise"):
                 step = timed_step(model, meshes, lengths, faces, points, order, plan)
@@ -118,15 +118,6 @@ def measure(model: GLOBE, config: dict[str, Any], n_faces: int, a: argparse.Name
             rows.append({**row, **errors(parts, truth), **seconds})
             print(rows[-1], flush=True)
     return rows
-
-
-def planned(points: Tensor, forest: Any, theta: float, changes: dict[str, Any]) -> tuple[Tensor, InteractionPlan]:
-    """The order of points and their plan by a rule."""
-    changes = dict(changes)
-    if changes.pop("pointwise", False):
-        return torch.arange(len(points)), build_pointwise_plan(points, forest, theta)
-    own = build_forest([points])
-    return own.order, build_plan(own, forest, theta, **changes)
 
 
 def restricted(plan: InteractionPlan, chosen: Tensor) -> InteractionPlan:
@@ -143,12 +134,6 @@ def restricted(plan: InteractionPlan, chosen: Tensor) -> InteractionPlan:
     return replace(plan, pairs=pairs)
 
 
-def fields_at(model: GLOBE, points: Tensor, order: Tensor, plan: InteractionPlan, tables: Any) -> dict[str, Tensor]:
-    """The fields of the last layer by a plan."""
-    packed = model._evaluate_chunk(points, PredictionPlan(0, len(points), order, plan), tables)
-    return flatten_data(model._calibrate(packed))
-
-
 def timed_step(
     model: GLOBE, meshes: Any, lengths: Any, faces: Any, points: Tensor, order: Tensor, plan: InteractionPlan
 ) -> dict[str, float]:
@@ -157,7 +142,7 @@ def timed_step(
     tables = last._communicate(meshes, lengths, None, faces, points.device, True)
 
     def work() -> None:
-        fields = fields_at(last, points, order, plan, tables)
+        fields = rules.fields_at(last, points, order, plan, tables)
         sum(value.square().mean() for value in fields.values()).backward()  # type: ignore[union-attr]
 
     return timed(work)
@@ -214,7 +199,7 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
     figure, axes = plt.subplots(1, len(sizes), figsize=(4.6 * len(sizes), 4.2), sharey=True, constrained_layout=True)
     panels = [axes] if len(sizes) == 1 else list(axes)
     for axis, n_faces in zip(panels, sizes, strict=True):
-        for name in FIELDS:
+        for name in dict.fromkeys(row["far field"] for row in rows):
             own = [row for row in rows if row["faces"] == n_faces and row["far field"] == name]
             axis.plot([row["evaluations"] for row in own], [row["error"] for row in own], "o-", ms=4, label=name)
             for row in own:

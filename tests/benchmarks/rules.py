@@ -22,8 +22,10 @@ from torch import Tensor
 
 from globe_lightning import GLOBE, BoundaryMesh
 from globe_lightning.fields import flatten_data
+from globe_lightning.models.outputs import calibrate
+from globe_lightning.models.plans import PredictionPlan
 from globe_lightning.tree.cluster_tree import build_forest
-from globe_lightning.tree.plan import build_plan
+from globe_lightning.tree.plan import InteractionPlan, build_plan
 from globe_lightning.tree.pointwise import build_pointwise_plan
 
 RULES: dict[str, dict[str, Any]] = {
@@ -133,21 +135,27 @@ def like(model: GLOBE, config: dict[str, Any], **changes: Any) -> GLOBE:
     return other
 
 
+def planned(points: Tensor, forest: Any, theta: float, changes: dict[str, Any]) -> tuple[Tensor, InteractionPlan]:
+    """The order of points and their plan by a rule."""
+    changes = dict(changes)
+    if changes.pop("pointwise", False):
+        return torch.arange(len(points)), build_pointwise_plan(points, forest, theta)
+    own = build_forest([points])
+    return own.order, build_plan(own, forest, theta, **changes)
+
+
+def fields_at(model: GLOBE, points: Tensor, order: Tensor, plan: InteractionPlan, tables: Any) -> dict[str, Tensor]:
+    """The fields of the last layer by a plan."""
+    packed = model._evaluate_chunk(points, PredictionPlan(0, len(points), order, plan), tables)
+    return flatten_data(calibrate(packed, model.output_layout, model.final_field_transforms))
+
+
 def evaluate(
     model: GLOBE, points: Tensor, everywhere: Tensor, faces: Any, tables: Any, changes: dict[str, Any]
 ) -> tuple[dict[str, Tensor], float]:
     """The last layer by a rule, at ``points``; evaluations a target of the plan of all points ``everywhere``."""
-    from globe_lightning.models.plans import PredictionPlan
-
-    changes = dict(changes)
-    forest = faces.forest
-    own = build_forest([everywhere])
-    if changes.pop("pointwise", False):
-        order, plan = torch.arange(len(everywhere)), build_pointwise_plan(everywhere, forest, model.theta)
-    else:
-        order, plan = own.order, build_plan(own, forest, model.theta, **changes)
-    packed = model._evaluate_chunk(everywhere, PredictionPlan(0, len(everywhere), order, plan), tables)
-    fields = flatten_data(model._calibrate(packed))
+    order, plan = planned(everywhere, faces.forest, model.theta, changes)
+    fields = fields_at(model, everywhere, order, plan, tables)
     if len(everywhere) != len(points):
         step = max(1, len(everywhere) // len(points))
         fields = {key: value[::step][: len(points)] for key, value in fields.items()}

@@ -76,10 +76,10 @@ def test_sampled_points_see_all_that_acts_on_them() -> None:
     everywhere = everywhere.double()
     chosen = torch.arange(len(everywhere)) % 7 == 0
     for changes in far_field.FIELDS.values():
-        order, plan = far_field.planned(everywhere, faces.forest, 1.0, changes)
+        order, plan = rules.planned(everywhere, faces.forest, 1.0, changes)
         few = far_field.restricted(plan, chosen.index_select(0, order))
         assert few.n_evaluations < plan.n_evaluations
-        whole, part = (far_field.fields_at(model, everywhere, order, p, tables) for p in (plan, few))
+        whole, part = (rules.fields_at(model, everywhere, order, p, tables) for p in (plan, few))
         for name, value in whole.items():
             torch.testing.assert_close(part[name][chosen], value[chosen], rtol=1e-9, atol=1e-9)
 

@@ -27,6 +27,7 @@ from measure import timed
 from torch import Tensor
 
 from globe_lightning import GLOBE
+from globe_lightning.tree import proxies
 from globe_lightning.tree.plan import AllPairs, IndexedPairs, InteractionPlan
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -47,6 +48,7 @@ def main(args: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--thetas", nargs="*", type=float, default=[0.5, 0.7, 0.8, 1.0, 1.4, 2.0])
     parser.add_argument("--far-fields", nargs="*", default=list(FIELDS), choices=FIELDS)
     parser.add_argument("--limits", nargs="*", type=int, default=[], help="both orders with these limits, too")
+    parser.add_argument("--reach", type=float, help="of proxies over half-widths; near 0: the tangent at the center")
     parser.add_argument("--timed", nargs="*", type=float, default=[0.8, 1.0])
     parser.add_argument("--step-faces", type=int, default=80_000)
     parser.add_argument("--most-pairs", type=float, default=2.2e8, help="of a plan: memory; larger ones are left out")
@@ -56,6 +58,8 @@ def main(args: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--hidden", nargs="*", type=int, default=[64, 64, 64])
     parser.add_argument("--out", default="far_field")
     a = parser.parse_args(args)
+    if a.reach:
+        proxies.REACH = a.reach
     a.fields = {name: FIELDS[name] for name in a.far_fields}
     for limit in a.limits:
         for order in (0, 1):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import cases
+import derivatives
 import far_field
 import far_field_training
 import pytest
@@ -13,6 +14,7 @@ import rules
 import torch
 
 from globe_lightning import GLOBE
+from globe_lightning.tree import proxies
 
 
 def test_a_small_front(tmp_path: Path) -> None:
@@ -82,6 +84,25 @@ def test_sampled_points_see_all_that_acts_on_them() -> None:
         whole, part = (rules.fields_at(model, everywhere, order, p, tables) for p in (plan, few))
         for name, value in whole.items():
             torch.testing.assert_close(part[name][chosen], value[chosen], rtol=1e-9, atol=1e-9)
+
+
+def test_three_derivatives_are_one(capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = derivatives.make(9, hidden=8, n_layers=2, dtype=torch.float64)
+    found = derivatives.with_tangents(pairs, pairs.displacement)
+    for together in (True, False):
+        for value, expected in zip(found, derivatives.forward_mode(pairs, pairs.displacement, together), strict=True):
+            assert expected.abs().max() > 1e-3
+            torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
+    times = derivatives.main(["--pairs", "16", "--hidden", "8", "--repetitions", "1"])
+    assert "| proxies |" in capsys.readouterr().out and min(times.values()) > 0
+
+
+def test_proxies_drawn_in_yield_the_tangent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxies, "REACH", proxies.REACH)  # the script sets it
+    sizes = ["--faces", "96", "--points", "20", "--pairs", "5", "--floor", "2", "--hidden", "4", "--thetas", "1"]
+    sizes += ["--timed", "--far-fields", "order 0", "order 1", "--out", str(tmp_path / "front")]
+    (constant, affine), (same, tangent) = (far_field.main([*sizes, *more]) for more in ([], ["--reach", "0.02"]))
+    assert constant["error"] == same["error"] and affine["error"] != tangent["error"] < constant["error"]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from globe_lightning.models.targets import point_targets
 from globe_lightning.tree import far_targets
 from globe_lightning.tree.cluster_tree import build_forest
 from globe_lightning.tree.far_targets import FarTargets
+from globe_lightning.tree.opening_rule import OpeningRule
 from globe_lightning.tree.plan import IndexedPairs, build_plan, build_plans
 from globe_lightning.tree.proxies import Proxies
 from globe_lightning.tree.traversal import traverse
@@ -69,8 +70,8 @@ def test_an_affine_kernel_is_summed_exactly(dims: int, leaf_size: int, theta: fl
     points = torch.cat([normal(90, dims), normal(30, dims, seed=1) * 0.01])
     sources = build_forest([normal(60, dims, seed=2) + 1, normal(25, dims, seed=3)], leaf_size)
     targets = build_forest([points[:50], points[50:]], leaf_size)
-    plan, other = build_plans(targets, [1, 1], sources, theta, far_field_order=1, max_far_targets=most)
-    same, _ = build_plans(targets, [1, 1], sources, theta)
+    plan, other = build_plans(targets, [1, 1], sources, OpeningRule(theta, far_field_order=1, max_far_targets=most))
+    same, _ = build_plans(targets, [1, 1], sources, OpeningRule(theta))
     assert plan.n_proxies == dims + 1 and same.n_proxies == 1
     own_nodes = slice(0, targets.node_offsets[1])
     sizes, leaf = (targets.end - targets.start)[own_nodes], targets.first_child[own_nodes] < 0
@@ -155,10 +156,10 @@ def test_a_limit_of_one_target_expands_all(order: int) -> None:
 def test_it_costs_one_more_read_of_the_device(leaf_size: int) -> None:
     forest = build_forest([normal(200, 3)], leaf_size)
     with count_syncs() as plain:
-        build_plan(forest, forest, 1.0)
+        build_plan(forest, forest, OpeningRule(1.0))
     for rule in ({"far_field_order": 1}, {"far_field_order": 1, "max_far_targets": 16}, {"max_far_targets": 16}):
         with count_syncs() as found:
-            build_plan(forest, forest, 1.0, **rule)
+            build_plan(forest, forest, OpeningRule(1.0, **rule))
         assert len(found) == len(plain) + 1
 
 

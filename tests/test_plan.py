@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from globe_lightning.tree.cluster_tree import ClusterForest, build_forest
+from globe_lightning.tree.opening_rule import OpeningRule
 from globe_lightning.tree.plan import (
     FEWEST_PAIRS,
     AllPairs,
@@ -85,7 +86,7 @@ def test_every_combination_is_covered_exactly_once(dims: int, leaf_size: int, ex
     for name, sets in point_sets(dims).items():
         forest = build_forest(sets, leaf_size)
         for targets, sources in ((forest, forest), (others, forest), (forest, others)):
-            plan = build_plan(targets, sources, theta, expand)
+            plan = build_plan(targets, sources, OpeningRule(theta, expand))
             assert (coverage(targets, sources, plan) == 1).all(), name
             assert plan.n_evaluations <= targets.n_points * sources.n_points, name
 
@@ -93,16 +94,16 @@ def test_every_combination_is_covered_exactly_once(dims: int, leaf_size: int, ex
 @pytest.mark.parametrize("dims", [2, 3])
 def test_approximations_save_work(dims: int) -> None:
     forest = build_forest([random_points(200, dims)], 1)
-    counts = [build_plan(forest, forest, theta).n_evaluations for theta in (0.0, 0.5, 1.0, 2.0)]
+    counts = [build_plan(forest, forest, OpeningRule(theta)).n_evaluations for theta in (0.0, 0.5, 1.0, 2.0)]
     assert counts[0] == 200 * 200
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] < counts[0] / 4
-    assert build_plan(forest, forest, 1.0, True).n_evaluations > counts[2]
+    assert build_plan(forest, forest, OpeningRule(1.0, True)).n_evaluations > counts[2]
 
 
 def test_theta_zero_stores_nothing() -> None:
     forest = build_forest([random_points(9, 2), random_points(4, 2)], 1)
-    plan = build_plan(forest, forest, 0.0)
+    plan = build_plan(forest, forest, OpeningRule(0.0))
     assert all(isinstance(pairs, AllPairs) for pairs in plan.pairs)
     assert [len(pairs) for pairs in plan.pairs] == [13 * 9, 13 * 4]
     assert not plan.uses_source_nodes
@@ -172,7 +173,7 @@ def test_no_pair_is_approximated_within_the_opening_angle(
     """A node or group is used only across a gap larger than its own size over theta."""
     targets = build_forest([random_points(60, dims, 3)], leaf_size)
     sources = build_forest([random_points(45, dims, 4) + 1], leaf_size)
-    plan = build_plan(targets, sources, theta, expand)
+    plan = build_plan(targets, sources, OpeningRule(theta, expand))
     serves = rows_by_point(targets, plan).bool()
     stands_for = torch.cat([torch.eye(sources.n_points), node_members(sources)]).bool()
     (pairs,) = plan.pairs
@@ -196,7 +197,7 @@ def test_no_pair_is_approximated_within_the_opening_angle(
 def test_groups_serve_the_targets_that_are_left(dims: int = 3) -> None:
     """Every (far, near) entry serves at least one target, and its members lie in the group's leaf."""
     forest = build_forest([random_points(150, dims, 7)], 4)
-    plan = build_plan(forest, forest, 1.0)
+    plan = build_plan(forest, forest, OpeningRule(1.0))
     assert plan.n_groups > 10
     groups, points = plan.members
     assert torch.equal(groups.unique(), torch.arange(plan.n_groups))
@@ -238,8 +239,10 @@ def test_one_traversal_for_several_plans(leaf_size: int, expand: bool, theta: fl
     faces = [random_points(40, 3), random_points(0, 3), random_points(11, 3, 2) + 0.5]
     points = [random_points(30, 3, 3), random_points(17, 3, 4)]
     both, sources = build_forest([*faces, *points], leaf_size), build_forest(faces, leaf_size)
-    found = build_plans(both, [3, 2], both.leading(3), theta, expand)
-    expected = [build_plan(own, sources, theta, expand) for own in (sources, build_forest(points, leaf_size))]
+    found = build_plans(both, [3, 2], both.leading(3), OpeningRule(theta, expand))
+    expected = [
+        build_plan(own, sources, OpeningRule(theta, expand)) for own in (sources, build_forest(points, leaf_size))
+    ]
     for plan, single in zip(found, expected, strict=True):
         assert (plan.n_points, plan.n_rows, plan.n_groups) == (single.n_points, single.n_rows, single.n_groups)
         assert (plan.n_nodes, plan.uses_target_nodes) == (single.n_nodes, single.uses_target_nodes)
@@ -265,9 +268,9 @@ def served(plan: InteractionPlan, pairs: IndexedPairs) -> list[tuple[object, ...
 @pytest.mark.parametrize("weight", [2.0, 8.0])
 def test_a_weight_of_the_target_size_opens_more(weight: float) -> None:
     forest = build_forest([random_points(200, 3)], 1)
-    plan = build_plan(forest, forest, 1.0, target_size_weight=weight)
+    plan = build_plan(forest, forest, OpeningRule(1.0, target_size_weight=weight))
     assert (coverage(forest, forest, plan) == 1).all()
-    assert plan.n_evaluations > build_plan(forest, forest, 1.0).n_evaluations
+    assert plan.n_evaluations > build_plan(forest, forest, OpeningRule(1.0)).n_evaluations
     (pairs,) = plan.pairs
     nodes = pairs.targets >= plan.n_points
     t, s = (rows[nodes].long() - plan.n_points for rows in (pairs.targets, pairs.sources))
@@ -280,18 +283,18 @@ def test_a_weight_of_the_target_size_opens_more(weight: float) -> None:
 
 def test_empty_trees_and_empty_targets() -> None:
     forest = build_forest([random_points(5, 2), random_points(0, 2), random_points(6, 2)], 1)
-    plan = build_plan(forest, forest, 1.0)
+    plan = build_plan(forest, forest, OpeningRule(1.0))
     assert (coverage(forest, forest, plan) == 1).all()
     assert len(plan.pairs[1]) == 0
     nobody = build_forest([random_points(0, 2)], 1)
-    plan = build_plan(nobody, forest, 1.0)
+    plan = build_plan(nobody, forest, OpeningRule(1.0))
     assert plan.n_evaluations == 0
     assert plan.n_rows == 0
 
 
 def test_plans_move_between_devices() -> None:
     forest = build_forest([random_points(40, 3)], 4)
-    plan = build_plan(forest, forest, 1.0)
+    plan = build_plan(forest, forest, OpeningRule(1.0))
     moved = plan.to("cpu")
     check = partial(torch.testing.assert_close, rtol=0, atol=0)
     check(moved.pairs[0].targets, plan.pairs[0].targets)

@@ -11,6 +11,7 @@ from helpers import fields_of, make_case, make_model
 from syncs import count_syncs
 
 from globe_lightning.tree.cluster_tree import build_forest
+from globe_lightning.tree.opening_rule import OpeningRule
 from globe_lightning.tree.plan import build_plan
 from globe_lightning.tree.traversal import traverse
 from globe_lightning.validation import NumberChecks
@@ -92,10 +93,10 @@ def test_traversal_at_most_one_a_level(dims: int, leaf_size: int, expand: bool) 
         traverse(targets, sources, 1.0)
     assert len(found) <= levels
     with count_syncs() as found:
-        build_plan(targets, sources, 1.0, expand)
+        build_plan(targets, sources, OpeningRule(1.0, expand))
     assert len(found) <= levels + 4
     with count_syncs() as found:
-        build_plan(targets, sources, 0.0, expand)
+        build_plan(targets, sources, OpeningRule(0.0, expand))
     assert found == []
 
 

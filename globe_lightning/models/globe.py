@@ -28,6 +28,7 @@ from globe_lightning.models.outputs import FieldCalibration, calibrate, compress
 from globe_lightning.models.plan_cache import PlanCache
 from globe_lightning.models.plans import PlanAhead, Planner, Plans, PredictionPlan, require_fitting
 from globe_lightning.models.targets import Targets, face_targets, point_targets
+from globe_lightning.tree.opening_rule import OpeningRule
 from globe_lightning.tree.plan import InteractionPlan
 from globe_lightning.tree.prefix_sums import range_means, range_sums
 from globe_lightning.validation import NumberChecks, check_conditions, check_geometry
@@ -133,21 +134,6 @@ class GLOBE(nn.Module):
         _require(len(hidden_layer_sizes) > 0, "hidden_layer_sizes", "none", "at least one hidden layer")
         _require(n_spherical_harmonics >= 0, "n_spherical_harmonics", n_spherical_harmonics, ">= 0")
         _require(initial_amplitude > 0, "initial_amplitude", initial_amplitude, "a positive number")
-        _require(theta >= 0, "theta", theta, ">= 0")
-        _require(target_size_weight > 0, "target_size_weight", target_size_weight, "a positive number")
-        _require(far_field_order in (0, 1), "far_field_order", far_field_order, "0 or 1")
-        _require(
-            far_field_order == 0 or not expand_far_targets,
-            "far_field_order",
-            far_field_order,
-            "0 with expand_far_targets: true, since there every far pair is evaluated at every target",
-        )
-        _require(
-            max_far_targets in ("auto", None) or (isinstance(max_far_targets, int) and max_far_targets >= 1),
-            "max_far_targets",
-            repr(max_far_targets),
-            '"auto", None or a positive integer',
-        )
         _require(leaf_size >= 1, "leaf_size", leaf_size, ">= 1")
         _require(chunk_bytes is None or chunk_bytes > 0, "chunk_bytes", chunk_bytes, "None or a positive number")
         _require(plan_cache_bytes >= 0, "plan_cache_bytes", plan_cache_bytes, ">= 0")
@@ -158,11 +144,12 @@ class GLOBE(nn.Module):
         self.n_spatial_dims = n_spatial_dims
         self.reference_length_names = list(reference_length_names)
         self.n_communication_hyperlayers = n_communication_hyperlayers
-        self.theta, self.leaf_size = float(theta), leaf_size
-        self.target_size_weight = float(target_size_weight)
-        self.latent_compression_scale = latent_compression_scale
+        most = None if max_far_targets == "auto" and not far_field_order else max_far_targets
+        rule = OpeningRule(float(theta), expand_far_targets, float(target_size_weight), far_field_order, most)
+        self.theta, self.target_size_weight = rule.theta, rule.target_size_weight
         self.expand_far_targets, self.far_field_order = expand_far_targets, far_field_order
-        self.max_far_targets = None if max_far_targets == "auto" and not far_field_order else max_far_targets
+        self.max_far_targets, self.leaf_size = most, leaf_size
+        self.latent_compression_scale = latent_compression_scale
         self.use_gradient_checkpointing = use_gradient_checkpointing
         self.chunk_bytes, self.compile_pairs = chunk_bytes, compile
         self.plan_cache = PlanCache(plan_cache_bytes)
@@ -293,19 +280,16 @@ class GLOBE(nn.Module):
         planner = replace(self._planner(torch.device("cpu")), build_device=torch.device("cpu"))
         return PlanAhead(planner, list(self.source_layouts), prediction_chunk_size)
 
+    @property
+    def opening_rule(self) -> OpeningRule:
+        """The rule that ``theta``, ``expand_far_targets`` and their like make up, as they are now."""
+        return OpeningRule(
+            self.theta, self.expand_far_targets, self.target_size_weight, self.far_field_order, self.max_far_targets
+        )
+
     def _planner(self, device: torch.device) -> Planner:
         build = self.tree_build_device or device
-        return Planner(
-            self.theta,
-            self.leaf_size,
-            self.expand_far_targets,
-            self.target_size_weight,
-            self.far_field_order,
-            self.max_far_targets,
-            build,
-            device,
-            self.geometry_dtype,
-        )
+        return Planner(self.opening_rule, self.leaf_size, build, device, self.geometry_dtype)
 
     def _checked_meshes(
         self,

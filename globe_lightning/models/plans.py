@@ -13,8 +13,8 @@ from torch import Tensor
 from globe_lightning.mesh import BoundaryMesh
 from globe_lightning.sample import Sample
 from globe_lightning.tree.cluster_tree import ClusterForest, build_forest, loose_points
-from globe_lightning.tree.far_targets import Limit
 from globe_lightning.tree.morton import morton_codes
+from globe_lightning.tree.opening_rule import OpeningRule
 from globe_lightning.tree.plan import InteractionPlan, build_plan, build_plans
 from globe_lightning.tree.pointwise import build_pointwise_plan
 
@@ -69,23 +69,15 @@ class Planner:
     """Builds trees and plans by one rule, always in full precision.
 
     Attributes:
-        theta: opening angle.
+        rule: of the traversal.
         leaf_size: largest number of points of a leaf.
-        expand_far_targets: evaluate far pairs at every target.
-        target_size_weight: of D_T in the opening rule.
-        far_field_order: of the field of a far pair over its target node.
-        max_far_targets: points of the largest target node that is evaluated as one.
         build_device: where trees and plans are built.
         device: where they are used.
         dtype: precision of the geometry.
     """
 
-    theta: float
+    rule: OpeningRule
     leaf_size: int
-    expand_far_targets: bool
-    target_size_weight: float
-    far_field_order: int
-    max_far_targets: Limit
     build_device: torch.device
     device: torch.device
     dtype: torch.dtype
@@ -105,7 +97,7 @@ class Planner:
             chunks = [points[low:high] for low, high in self.chunks(len(points), n_faces, requested)]
             both = self._forest([*faces, *chunks])
             forest = both.leading(len(faces))
-            communication, prediction = build_plans(both, [len(faces), len(chunks)], forest, *self._rule)
+            communication, prediction = build_plans(both, [len(faces), len(chunks)], forest, self.rule)
             order = both.order[n_faces:] - n_faces
         own = PredictionPlan(0, len(points), order.to(self.device), prediction.to(self.device))
         return Plans(list(boundary_meshes), forest.to(self.device), communication.to(self.device), own)
@@ -115,7 +107,7 @@ class Planner:
         """Plans without those of prediction points, and the forest of all faces where plans are built."""
         with torch.autocast(self.device.type, enabled=False):
             forest = self._forest(self._positions(boundary_meshes))
-            plan = build_plan(forest, forest, *self._rule)
+            plan = build_plan(forest, forest, self.rule)
         return Plans(list(boundary_meshes), forest.to(self.device), plan.to(self.device), None), forest
 
     @torch.no_grad()
@@ -132,27 +124,17 @@ class Planner:
         """
         with torch.autocast(self.device.type, enabled=False):
             own = points[first:last].to(device=self.build_device, dtype=self.dtype)
-            if pointwise and self.theta:
+            if pointwise and self.rule.theta:
                 order = torch.sort(morton_codes(own), stable=True).indices
-                plan = build_pointwise_plan(own.index_select(0, order), forest, self.theta)
+                plan = build_pointwise_plan(own.index_select(0, order), forest, self.rule.theta)
             else:
                 tree = self._forest([own])
                 order = tree.order
-                plan = build_plan(tree, forest, *self._rule)
+                plan = build_plan(tree, forest, self.rule)
         return PredictionPlan(first, last, order.to(self.device), plan.to(self.device))
 
-    @property
-    def _rule(self) -> tuple[float, bool, float, int, Limit]:
-        return (
-            self.theta,
-            self.expand_far_targets,
-            self.target_size_weight,
-            self.far_field_order,
-            self.max_far_targets,
-        )
-
     def _forest(self, point_sets: Sequence[Tensor]) -> ClusterForest:
-        return build_forest(point_sets, self.leaf_size) if self.theta else loose_points(point_sets)
+        return build_forest(point_sets, self.leaf_size) if self.rule.theta else loose_points(point_sets)
 
     def _positions(self, boundary_meshes: Mapping[str, BoundaryMesh]) -> list[Tensor]:
         return [mesh.to(dtype=self.dtype).positions.to(self.build_device) for mesh in boundary_meshes.values()]
@@ -164,7 +146,7 @@ class Planner:
             ValueError: the requested size is not "auto", None or a positive integer.
         """
         if requested == "auto":
-            size = max(n_faces, EXACT_CHUNK) if self.theta == 0 else n_faces
+            size = max(n_faces, EXACT_CHUNK) if self.rule.theta == 0 else n_faces
         elif requested is None or (isinstance(requested, int) and requested >= 1):
             size = requested or max(1, n_points)
         else:

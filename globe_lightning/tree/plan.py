@@ -32,8 +32,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from globe_lightning.tree.cluster_tree import ClusterForest
-from globe_lightning.tree.far_targets import FarTargets, Limit
+from globe_lightning.tree.far_targets import FarTargets
 from globe_lightning.tree.leaf_pairs import LeafPairs, open_leaf_pairs
+from globe_lightning.tree.opening_rule import OpeningRule
 from globe_lightning.tree.traversal import traverse
 
 # Shorter blocks take longer to call for than to evaluate.
@@ -264,61 +265,38 @@ class InteractionPlan:
 
 
 @torch.no_grad()
-def build_plan(
-    targets: ClusterForest,
-    sources: ClusterForest,
-    theta: float,
-    expand_far_targets: bool = False,
-    target_size_weight: float = 1.0,
-    far_field_order: int = 0,
-    max_far_targets: Limit = None,
-) -> InteractionPlan:
+def build_plan(targets: ClusterForest, sources: ClusterForest, rule: OpeningRule) -> InteractionPlan:
     """Plan every interaction of two forests so that each (target, source) combination is covered exactly once.
 
     Args:
         targets, sources: forests of one dimension, precision and device; may be the same object.
-        theta: opening angle; 0 makes everything exact.
-        expand_far_targets: evaluate far pairs at every target of the node instead of once at its mean point.
-        target_size_weight: of D_T in the opening rule, see :func:`traverse`.
-        far_field_order: 0 to evaluate far pairs at the mean point of the target node, 1 at its proxy points.
-        max_far_targets: points of the largest target node (but a leaf) that is evaluated as one, see ``far_targets``.
+        rule: of the traversal.
     """
-    parts = [targets.n_trees]
-    rule = (theta, expand_far_targets, target_size_weight, far_field_order, max_far_targets)
-    return build_plans(targets, parts, sources, *rule)[0]
+    return build_plans(targets, [targets.n_trees], sources, rule)[0]
 
 
 @torch.no_grad()
 def build_plans(
-    targets: ClusterForest,
-    parts: Sequence[int],
-    sources: ClusterForest,
-    theta: float,
-    expand_far_targets: bool = False,
-    target_size_weight: float = 1.0,
-    far_field_order: int = 0,
-    max_far_targets: Limit = None,
+    targets: ClusterForest, parts: Sequence[int], sources: ClusterForest, rule: OpeningRule
 ) -> list[InteractionPlan]:
     """One traversal for several target forests that stand side by side in one: a plan for each.
 
     Args:
         targets: all target trees.
         parts: number of trees of each target forest; they sum to ``targets.n_trees``.
-        sources, theta, expand_far_targets, target_size_weight, far_field_order, max_far_targets: see
-            :func:`build_plan`.
+        sources, rule: see :func:`build_plan`.
 
     Data-dependent operations: one a level of the traversal and at most five.
     """
     bounds = [0, *itertools.accumulate(parts)]
-    if theta == 0 or not targets.roots or not sources.roots:
+    if rule.theta == 0 or not targets.roots or not sources.roots:
         sizes = np.diff([targets.point_offsets[bound] for bound in bounds]).tolist()
         return [exact_plan(size, sources) for size in sizes]
-    n_proxies = targets.points.shape[1] + 1 if far_field_order else 1
-    own = FarTargets.at_points(targets) if expand_far_targets else FarTargets.of(targets, n_proxies, max_far_targets)
-    found = traverse(targets, sources, theta, target_size_weight)
+    n_proxies, own = rule.proxies_of(targets.points.shape[1]), rule.far_targets(targets)
+    found = traverse(targets, sources, rule.theta, rule.target_size_weight)
     part_of_tree = np.repeat(np.arange(len(parts)), parts)
     part_of_node = _per_node(targets, part_of_tree)
-    near = open_leaf_pairs(targets, sources, found, theta, part_of_node)
+    near = open_leaf_pairs(targets, sources, found, rule.theta, part_of_node)
     far_t, far_s = own.at_rows(found.far_targets, found.far_sources)
     # Rows of all parts and trees at first: points, then nodes, then groups.
     first_group = targets.n_points + own.n_nodes * n_proxies
@@ -331,7 +309,7 @@ def build_plans(
     if n_proxies > 1:
         part_of_row = part_of_row.repeat_interleave(n_proxies)
     part_of_row = torch.cat([_per_point(targets, part_of_tree), part_of_row])
-    uses_target_nodes = not expand_far_targets
+    uses_target_nodes = not rule.expand_far_targets
     return _split(
         targets, own, bounds, sources, pair_targets, pair_sources, part_of_row, near, uses_target_nodes, n_proxies
     )

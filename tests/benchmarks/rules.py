@@ -25,6 +25,7 @@ from globe_lightning.fields import flatten_data
 from globe_lightning.models.outputs import calibrate
 from globe_lightning.models.plans import PredictionPlan
 from globe_lightning.tree.cluster_tree import build_forest
+from globe_lightning.tree.opening_rule import OpeningRule
 from globe_lightning.tree.plan import InteractionPlan, build_plan
 from globe_lightning.tree.pointwise import build_pointwise_plan
 
@@ -141,7 +142,7 @@ def planned(points: Tensor, forest: Any, theta: float, changes: dict[str, Any]) 
     if changes.pop("pointwise", False):
         return torch.arange(len(points)), build_pointwise_plan(points, forest, theta)
     own = build_forest([points])
-    return own.order, build_plan(own, forest, theta, **changes)
+    return own.order, build_plan(own, forest, OpeningRule(theta, **changes))
 
 
 def fields_at(model: GLOBE, points: Tensor, order: Tensor, plan: InteractionPlan, tables: Any) -> dict[str, Tensor]:

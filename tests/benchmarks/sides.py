@@ -147,6 +147,7 @@ class Ours(Side):
     def pure_works(self, n_points: int, theta: float) -> dict[str, Callable[[], Any]]:
         from globe_lightning import BoundaryMesh
         from globe_lightning.tree.cluster_tree import build_forest
+        from globe_lightning.tree.opening_rule import OpeningRule
         from globe_lightning.tree.plan import build_plan
         from globe_lightning.tree.prefix_sums import range_means
 
@@ -162,7 +163,7 @@ class Ours(Side):
         return {
             "tree": lambda: build_forest([points]),
             "aggregate": aggregate,
-            "plan": lambda: build_plan(forest, forest, theta),
+            "plan": lambda: build_plan(forest, forest, OpeningRule(theta)),
         }
 
     def evaluations(self) -> dict:

@@ -29,6 +29,7 @@ from torch import Tensor
 from globe_lightning import GLOBE
 from globe_lightning.tree import proxies
 from globe_lightning.tree.plan import AllPairs, IndexedPairs, InteractionPlan
+from globe_lightning.tree.traversal import expand_rows
 
 FIELDS: dict[str, dict[str, Any]] = {
     "order 0": {},
@@ -49,9 +50,8 @@ def main(args: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--far-fields", nargs="*", default=list(FIELDS), choices=FIELDS)
     parser.add_argument("--limits", nargs="*", type=int, default=[], help="both orders with these limits, too")
     parser.add_argument("--reach", type=float, help="of proxies over half-widths; near 0: the tangent at the center")
-    parser.add_argument("--timed", nargs="*", type=float, default=[0.8, 1.0])
+    parser.add_argument("--timed", nargs="*", type=float, default=[1.0])
     parser.add_argument("--step-faces", type=int, default=80_000)
-    parser.add_argument("--most-pairs", type=float, default=2.2e8, help="of a plan: memory; larger ones are left out")
     parser.add_argument("--points", type=int, default=300)
     parser.add_argument("--pairs", type=int, default=1000)
     parser.add_argument("--floor", type=int, default=19)
@@ -95,18 +95,18 @@ def measure(model: GLOBE, config: dict[str, Any], n_faces: int, a: argparse.Name
     points = torch.cat([sampled, left, right, everywhere])
     chosen = torch.arange(len(points)) < len(sampled) + 2 * a.pairs
     rows = []
-    pairs = dict.fromkeys(a.fields, (0.0, 1.0))
     for theta in sorted(a.thetas, reverse=True):
         for name, changes in a.fields.items():
-            before, angle = pairs[name]
-            if before * (angle / theta) ** 1.5 > a.most_pairs:
-                continue
-            start = time.process_time()
-            order, plan = rules.planned(points, faces.forest, theta, changes)
-            seconds = {"plan_seconds": time.process_time() - start}
-            pairs[name] = (plan.n_evaluations, theta)
+            seconds: dict[str, float] = {}
+            if "expand_far_targets" in changes and theta not in a.timed:  # whole, its plan would take gigabytes
+                order, plan = rules.planned(points, faces.forest, theta, {})
+                few, n_evaluations = expanded(plan, chosen.index_select(0, order))
+            else:
+                start = time.process_time()
+                order, plan = rules.planned(points, faces.forest, theta, changes)
+                seconds["plan_seconds"] = time.process_time() - start
+                few, n_evaluations = restricted(plan, chosen.index_select(0, order)), plan.n_evaluations
             with torch.no_grad():
-                few = restricted(plan, chosen.index_select(0, order))
                 fields = rules.fields_at(model, points, order, few, tables)
                 parts = {key: value.split([len(sampled), a.pairs, a.pairs, n_faces]) for key, value in fields.items()}
                 if theta in a.timed:
@@ -118,7 +118,7 @@ def measure(model: GLOBE, config: dict[str, Any], n_faces: int, a: argparse.Name
                 seconds["step_seconds"] = seconds["plan_seconds"] + step["cpu_seconds"]
                 seconds["step_mb"] = step["peak_mb"]
                 seconds["plan_mb"] = sum(p.targets.nbytes + p.sources.nbytes for p in plan.pairs) / 2**20
-            row = {"faces": n_faces, "theta": theta, "far field": name, "evaluations": plan.n_evaluations / len(points)}
+            row = {"faces": n_faces, "theta": theta, "far field": name, "evaluations": n_evaluations / len(points)}
             rows.append({**row, **errors(parts, truth), **seconds})
             print(rows[-1], flush=True)
     return rows
@@ -136,6 +136,28 @@ def restricted(plan: InteractionPlan, chosen: Tensor) -> InteractionPlan:
             own = IndexedPairs(own.targets[kept], own.sources[kept])
         pairs.append(own)
     return replace(plan, pairs=pairs)
+
+
+def expanded(plan: InteractionPlan, chosen: Tensor) -> tuple[InteractionPlan, int]:
+    """Far pairs of a plan of order 0 at every chosen point of their nodes, and the evaluations that all points take."""
+    counts = torch.cat([torch.zeros(1, dtype=torch.int64), chosen.long().cumsum(0)])
+    points, n_evaluations = chosen.nonzero().squeeze(1).int(), 0
+    pairs: list[IndexedPairs | AllPairs] = []
+    for own in plan.pairs:
+        assert isinstance(own, IndexedPairs)
+        node = own.targets.long() - plan.n_points
+        far = (node >= 0) & (node < plan.n_nodes)
+        start, end = plan.node_start[node[far]], plan.node_end[node[far]]
+        n_evaluations += int((end - start).sum()) + int((~far).sum())
+        n_chosen = counts[end] - counts[start]
+        pair, rank = expand_rows(n_chosen, int(n_chosen.sum()))
+        targets = points[counts[start][pair] + rank]
+        pairs.append(
+            IndexedPairs(
+                torch.cat([own.targets[~far], targets]), torch.cat([own.sources[~far], own.sources[far][pair]])
+            )
+        )
+    return restricted(replace(plan, pairs=pairs), chosen), n_evaluations
 
 
 def timed_step(

@@ -46,27 +46,6 @@ def test_a_small_front(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "front.json").read_text(encoding="utf-8")) == found
 
 
-def test_plans_too_large_are_left_out(tmp_path: Path) -> None:
-    sizes = [
-        "--faces",
-        "96",
-        "--points",
-        "20",
-        "--pairs",
-        "5",
-        "--floor",
-        "2",
-        "--hidden",
-        "4",
-        "--thetas",
-        "0.5",
-        "2",
-        "--timed",
-    ]
-    found = far_field.main([*sizes, "--most-pairs", "1", "--out", str(tmp_path / "front")])
-    assert {row["theta"] for row in found} == {2.0}
-
-
 @torch.no_grad()
 def test_sampled_points_see_all_that_acts_on_them() -> None:
     config = {**cases.CAR, "hidden_layer_sizes": [8], "theta": 0.0, "expand_far_targets": False}
@@ -84,6 +63,13 @@ def test_sampled_points_see_all_that_acts_on_them() -> None:
         whole, part = (rules.fields_at(model, everywhere, order, p, tables) for p in (plan, few))
         for name, value in whole.items():
             torch.testing.assert_close(part[name][chosen], value[chosen], rtol=1e-9, atol=1e-9)
+    # The last is of expanded targets.
+    order, plan = rules.planned(everywhere, faces.forest, 1.0, {})
+    own, n_evaluations = far_field.expanded(plan, chosen.index_select(0, order))
+    assert n_evaluations == rules.planned(everywhere, faces.forest, 1.0, changes)[1].n_evaluations
+    assert own.n_evaluations == few.n_evaluations
+    for name, value in rules.fields_at(model, everywhere, order, own, tables).items():
+        torch.testing.assert_close(value[chosen], whole[name][chosen], rtol=1e-9, atol=1e-9)
 
 
 def test_three_derivatives_are_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,6 +169,12 @@ QUANTITIES = (
     ("plan", "seconds", "plan [s]"),
 )
 
+COUNTS = {
+    "dispatched": "dispatched operations of {}",
+    "dispatched_in_gpu_chunks": "dispatched operations of {}, chunks of a GPU's size",
+    "data_dependent": "data-dependent operations of {}",
+}
+
 
 def table(out: dict[str, Any]) -> str:
     """All results as Markdown."""
@@ -180,11 +186,14 @@ def table(out: dict[str, Any]) -> str:
         label = f"{dims}D, {n_faces} faces"
         rows += measured_rows(label, case["times"], sides)
         for work in ("plans", "step"):
-            for key in ("dispatched", "data_dependent"):
-                values = {name: found[work][key] for name, found in case["counts"].items()}
-                if values:
-                    where = "trees and plans" if work == "plans" else "a step"
-                    rows.append(row(label, f"{key.replace('_', '-')} operations of {where}", values, sides))
+            where = "trees and plans" if work == "plans" else "a step"
+            for key, name in COUNTS.items():
+                # The reference has no chunks: its one number stands beside both of ours.
+                values = {
+                    side: found[work].get(key, found[work]["dispatched"]) for side, found in case["counts"].items()
+                }
+                if values and (work == "step" or key != "dispatched_in_gpu_chunks"):
+                    rows.append(row(label, name.format(where), values, sides))
         for work in ("forward", "step"):
             bare = median(case["times"][f"{work}_products"]["ours"], "seconds")
             of = {name: median(case["times"][work][name], "seconds") / bare for name in sides if name != "reference"}

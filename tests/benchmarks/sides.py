@@ -166,6 +166,17 @@ class Ours(Side):
             "plan": lambda: build_plan(forest, forest, OpeningRule(theta)),
         }
 
+    def count(self, work: str) -> dict:
+        """Operations of a work; those of a step in chunks as large as on a GPU, too."""
+        from globe_lightning.memory import GPU_CHUNK_BYTES
+
+        found = super().count(work)
+        if work == "step":
+            kept, self.model.chunk_bytes = self.model.chunk_bytes, GPU_CHUNK_BYTES
+            found["dispatched_in_gpu_chunks"] = super().count(work)["dispatched"]
+            self.model.chunk_bytes = kept
+        return found
+
     def evaluations(self) -> dict:
         """Kernel evaluations by layer kind, and how many targets there are."""
         plans = self.plans()

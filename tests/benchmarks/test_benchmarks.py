@@ -101,7 +101,8 @@ def test_a_small_comparison_of_this_project_alone(tmp_path: Path) -> None:
     assert first["evaluations"]["faces"] == 96 + 2 * 8
     assert len(first["times"]["step"]["ours"]) == 1
     counts = first["counts"]["ours"]
-    assert 0 < counts["plans"]["dispatched"] < counts["step"]["dispatched"]
+    assert 0 < counts["plans"]["dispatched"] < counts["step"]["dispatched_in_gpu_chunks"]
+    assert counts["step"]["dispatched_in_gpu_chunks"] <= counts["step"]["dispatched"]
     assert counts["step"]["data_dependent"] == counts["plans"]["data_dependent"] > 0
     assert set(stored["boundaries"][0]["times"]) == {"tree", "aggregate", "plan"}
     lines = out.with_suffix(".md").read_text(encoding="utf-8").splitlines()

@@ -92,7 +92,7 @@ def test_the_full_size_car_recipe_is_that_of_the_benchmark():
     config = yaml.safe_load((shipped_configs() / "drivaer.yaml").read_text(encoding="utf-8"))
     model, data = config["model"], config["data"]["init_args"]
     assert config["trainer"]["precision"] == "bf16-mixed" and config["trainer"]["gradient_clip_val"] == 1
-    assert model["hidden_layer_sizes"] == [256] * 3 and model["theta"] == 1 and model["far_field_order"] == 1
+    assert model["hidden_layer_sizes"] == [256] * 3 and model["theta"] == 1 and model["max_far_targets"] == 64
     assert (model["n_latent_scalars"], model["n_latent_vectors"], model["n_spherical_harmonics"]) == (8, 4, 4)
     assert model["plateau_patience_steps"] == 1600 and model["min_lr_factor"] == 1 / 64
     assert float(model["lr"]) == 1e-2 and model["loss_scales"] == {"C_p": 1, "C_f": 0.01}

@@ -234,7 +234,7 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
         axis.set(xscale="log", yscale="log", title=f"{n_faces:,} faces", xlabel="kernel evaluations a target")
         axis.grid(True, which="both", alpha=0.25)
     panels[0].set_ylabel("error over the fields' variation")
-    panels[0].legend(title="far field (theta beside)", loc="upper right", fontsize=8)
+    panels[0].legend(title="far field (theta beside)", loc="lower left", fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -187,12 +187,11 @@ def table(out: dict[str, Any]) -> str:
         rows += measured_rows(label, case["times"], sides)
         for work in ("plans", "step"):
             where = "trees and plans" if work == "plans" else "a step"
+            counted = {side: found[work] for side, found in case["counts"].items()}
             for key, name in COUNTS.items():
-                # The reference has no chunks: its one number stands beside both of ours.
-                values = {
-                    side: found[work].get(key, found[work]["dispatched"]) for side, found in case["counts"].items()
-                }
-                if values and (work == "step" or key != "dispatched_in_gpu_chunks"):
+                if key in counted.get("ours", {}):
+                    # The reference has no chunks: its one number stands beside both of ours.
+                    values = {side: found.get(key, found["dispatched"]) for side, found in counted.items()}
                     rows.append(row(label, name.format(where), values, sides))
         for work in ("forward", "step"):
             bare = median(case["times"][f"{work}_products"]["ours"], "seconds")

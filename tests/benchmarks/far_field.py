@@ -19,6 +19,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import cases
 import rules
@@ -49,7 +50,8 @@ def main(args: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--thetas", nargs="*", type=float, default=[0.5, 0.7, 0.8, 1.0, 1.4, 2.0])
     parser.add_argument("--far-fields", nargs="*", default=list(FIELDS), choices=FIELDS)
     parser.add_argument("--limits", nargs="*", type=int, default=[], help="both orders with these limits, too")
-    parser.add_argument("--reach", type=float, help="of proxies over half-widths; near 0: the tangent at the center")
+    reach = "of proxies over half-widths; near 0: the tangent at the center"
+    parser.add_argument("--reach", type=float, default=proxies.REACH, help=reach)
     parser.add_argument("--timed", nargs="*", type=float, default=[1.0])
     parser.add_argument("--step-faces", type=int, default=80_000)
     parser.add_argument("--points", type=int, default=300)
@@ -58,8 +60,6 @@ def main(args: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--hidden", nargs="*", type=int, default=[64, 64, 64])
     parser.add_argument("--out", default="far_field")
     a = parser.parse_args(args)
-    if a.reach:
-        proxies.REACH = a.reach
     a.fields = {name: FIELDS[name] for name in a.far_fields}
     for limit in a.limits:
         for order in (0, 1):
@@ -71,7 +71,8 @@ def main(args: list[str] | None = None) -> list[dict[str, Any]]:
     Path(a.out).parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for n_faces in a.faces:
-        rows += measure(model, config, n_faces, a)
+        with patch.object(proxies, "REACH", a.reach):
+            rows += measure(model, config, n_faces, a)
         Path(f"{a.out}.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         Path(f"{a.out}.md").write_text(table(rows), encoding="utf-8")
     draw(rows, f"{a.out}.png")

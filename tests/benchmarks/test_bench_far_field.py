@@ -14,7 +14,6 @@ import rules
 import torch
 
 from globe_lightning import GLOBE
-from globe_lightning.tree import proxies
 
 
 def test_a_small_front(tmp_path: Path) -> None:
@@ -83,8 +82,7 @@ def test_three_derivatives_are_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert "| proxies |" in capsys.readouterr().out and min(times.values()) > 0
 
 
-def test_proxies_drawn_in_yield_the_tangent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxies, "REACH", proxies.REACH)  # the script sets it
+def test_proxies_drawn_in_yield_the_tangent(tmp_path: Path) -> None:
     sizes = ["--faces", "96", "--points", "20", "--pairs", "5", "--floor", "2", "--hidden", "4", "--thetas", "1"]
     sizes += ["--timed", "--far-fields", "order 0", "order 1", "--out", str(tmp_path / "front")]
     (constant, affine), (same, tangent) = (far_field.main([*sizes, *more]) for more in ([], ["--reach", "0.02"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import torch
 from helpers import assert_same, fields_of, gradients_of, make_case, make_model
 
 import globe_lightning.memory as memory
+import globe_lightning.models.interactions as interactions
+from globe_lightning.models.interactions import bytes_per_pair
+from globe_lightning.models.multiscale import SourceTable
 
 
 @pytest.mark.parametrize("theta", [0.0, 1.0])
@@ -54,6 +58,57 @@ def test_the_budget_bounds_what_chunks_take(dims: int) -> None:
     budget = 4 << 20
     for once, twice in zip(peaks(budget), peaks(2 * budget), strict=True):
         assert 0.4 * budget < twice - once < 1.1 * budget
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("changes", [{}, {"hidden_layer_sizes": [16]}, {"network_type": "mlp"}], ids=str)
+def test_a_pair_takes_what_it_is_thought_to(
+    dims: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Live bytes for so many more pairs in one chunk, over the bytes that chunks are sized by."""
+    thought: dict[bool, int] = {}
+
+    def watched(table: SourceTable, itemsize: int, with_gradient: bool) -> int:
+        thought[with_gradient] = bytes_per_pair(table, itemsize, with_gradient)
+        return thought[with_gradient]
+
+    monkeypatch.setattr(interactions, "bytes_per_pair", watched)
+    arguments = {"hidden_layer_sizes": [48, 48, 48], "theta": 0.0, "chunk_bytes": 1 << 40, **changes}
+    n_sources, n_targets = 60, 500
+
+    def peaks(n_targets: int) -> tuple[int, int]:
+        model = make_model(dims, torch.float32, **arguments)
+        case = make_case(dims, n_sources, 40, n_targets, dtype=torch.float32)
+        with torch.no_grad():
+            forward = peak_of_live_bytes(lambda: fields_of(model, case))
+        return forward, peak_of_live_bytes(lambda: gradients_of(model, case))
+
+    few, many = peaks(n_targets), peaks(2 * n_targets)
+    for with_gradient in (False, True):
+        taken = (many[with_gradient] - few[with_gradient]) / (n_targets * n_sources)
+        assert 0.85 < taken / thought[with_gradient] < 1.05
+
+
+@pytest.mark.parametrize("use_gradient_checkpointing", [True, False])
+def test_a_forward_pass_that_keeps_nothing_has_larger_chunks(
+    use_gradient_checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks: dict[str, int] = {}
+    for name in ("_add_block", "_add_gradients"):
+        counted = partial(_counted, getattr(interactions, name), blocks, name)
+        monkeypatch.setattr(interactions, name, counted)
+    arguments = {"hidden_layer_sizes": [48, 48, 48], "chunk_bytes": 8 << 20}
+    model = make_model(3, use_gradient_checkpointing=use_gradient_checkpointing, **arguments)
+    gradients_of(model, make_case(3, 60, 40, 300))
+    if use_gradient_checkpointing:
+        assert blocks["_add_block"] < 0.6 * blocks["_add_gradients"]
+    else:
+        assert blocks["_add_block"] == blocks["_add_gradients"]
+
+
+def _counted(function: Callable[..., Any], calls: dict[str, int], name: str, *arguments: Any) -> Any:
+    calls[name] = calls.get(name, 0) + 1
+    return function(*arguments)
 
 
 def peak_of_live_bytes(work: Callable[[], Any]) -> int:

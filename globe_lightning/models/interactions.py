@@ -75,15 +75,23 @@ def evaluate_plan(
     if like.device.type == "cpu":
         keep_freed_memory()
         n_workers = min(torch.get_num_threads(), MAX_WORKERS)
-    shares: list[list[Job]] = [[] for _ in range(n_workers)]
-    for index, (pairs, table) in enumerate(zip(plan.pairs, tables, strict=True)):
-        needed = bytes_per_pair(table, like.dtype.itemsize, graph) * n_workers
-        blocks: list[Block] = list(pairs.blocks(pairs_per_chunk(like.device, needed, chunk_bytes), n_workers))
-        for i, share in enumerate(shares):
-            own = slice(len(blocks) * i // n_workers, len(blocks) * (i + 1) // n_workers)
-            share += [Job(index, block) for block in blocks[own]]
+
+    def cut(with_gradient: bool) -> list[list[Job]]:
+        """All pairs in chunks, as many of each table for every thread."""
+        shares: list[list[Job]] = [[] for _ in range(n_workers)]
+        for index, (pairs, table) in enumerate(zip(plan.pairs, tables, strict=True)):
+            needed = bytes_per_pair(table, like.dtype.itemsize, with_gradient) * n_workers
+            blocks: list[Block] = list(pairs.blocks(pairs_per_chunk(like.device, needed, chunk_bytes), n_workers))
+            for i, share in enumerate(shares):
+                own = slice(len(blocks) * i // n_workers, len(blocks) * (i + 1) // n_workers)
+                share += [Job(index, block) for block in blocks[own]]
+        return [share for share in shares if share]
+
+    keep = graph and not use_checkpointing
+    forward = cut(with_gradient=keep)
     work = PlanWork(
-        [share for share in shares if share],
+        forward,
+        cut(with_gradient=True) if graph and not keep else forward,
         [table.shape for table in tables],
         [pair_functions(table.shape, compiled) for table in tables],
         [len(tensors) for tensors in inputs],
@@ -91,7 +99,7 @@ def evaluate_plan(
         plan.n_rows,
         smoothing_radius.square(),
         compiled,
-        graph and not use_checkpointing,
+        keep,
     )
     return _hand_down(plan, targets, _PlanSum.apply(work, *flat).t())
 
@@ -101,7 +109,8 @@ class PlanWork:
     """Everything that the evaluation of a plan needs beside tensors that may have a gradient.
 
     Attributes:
-        shares: the blocks of all tables, as many pairs of each for every thread.
+        forward, backward: the blocks of all tables for each pass, shared among threads. A forward pass that keeps
+            nothing has larger ones.
         shapes, functions: of each table's kernels.
         n_tensors: how many tensors belong to each table.
         n_columns, n_rows: of the buffer.
@@ -110,7 +119,8 @@ class PlanWork:
         keep: whether the forward pass keeps its temporaries for the backward pass.
     """
 
-    shares: list[list[Job]]
+    forward: list[list[Job]]
+    backward: list[list[Job]]
     shapes: list[KernelShape]
     functions: list[PairFunctions]
     n_tensors: list[int]
@@ -153,8 +163,8 @@ class _PlanSum(torch.autograd.Function):
                 kept.append(_add_block(work, job, tables[job.table], buffer))
             return buffer, kept
 
-        results = in_threads(run, work.shares)
-        ctx.kept = [kept for _, kept in results]
+        results = in_threads(run, work.forward)
+        ctx.kept = [kept for _, kept in results] if work.keep else [[None] * len(share) for share in work.backward]
         if not results:
             return torch.zeros(work.n_columns, work.n_rows, dtype=like.dtype, device=like.device)
         return _sum([buffer for buffer, _ in results])
@@ -177,7 +187,7 @@ class _PlanSum(torch.autograd.Function):
                 _add_gradients(work, job, tables[job.table], kept, gradient, of_tables[job.table])
             return sums
 
-        shares = [list(zip(jobs, kept, strict=True)) for jobs, kept in zip(work.shares, ctx.kept, strict=True)]
+        shares = [list(zip(jobs, kept, strict=True)) for jobs, kept in zip(work.backward, ctx.kept, strict=True)]
         if recorded:  # threads do not record a graph, nor does a compiled function
             work = replace(work, functions=[pair_functions(shape, False) for shape in work.shapes])
             shares = [[job for share in shares for job in share]]
@@ -284,12 +294,12 @@ def bytes_per_pair(table: SourceTable, itemsize: int, with_gradient: bool) -> in
     """About what the temporaries of one pair take, all branches together."""
     shape, weights = table.shape, table.weights
     widths = [weights.first.shape[2], *(matrix.shape[2] for matrix in weights.matrices)]
-    columns = weights.first.shape[1]
-    one = columns + shape.n_outputs
+    columns, raw, outputs = weights.first.shape[1], weights.last.shape[1], shape.n_outputs
     if with_gradient:
-        size = 3 * columns + 2 * sum(widths) + 3 * max(widths) + 4 * weights.last.shape[1] + 6 * shape.n_outputs
-    else:
-        size = 2 * columns + 2 * max(widths) + weights.last.shape[1] + shape.n_outputs
+        size = 3 * columns + 2 * sum(widths) + 4 * (raw + outputs)
+    else:  # hidden layers overwrite each other and are gone before outputs are summed
+        size = max(2 * max(widths) + columns, raw + 3 * outputs)
+    one = columns + outputs
     return (size * shape.n_branches + 3 * shape.n_features + 3 * one) * itemsize
 
 

@@ -59,18 +59,12 @@ def pair_functions(shape: KernelShape, compiled: bool) -> PairFunctions:
     def of_values(*inputs: Any) -> PairGradients:
         return gradients(shape, *inputs)
 
-    def recomputed(
-        displacement: Tensor,
-        features: Tensor,
-        hidden: Tensor,
-        rows: Tensor | None,
-        inverse_length: Tensor,
-        smoothing: Tensor,
-        weights: Weights,
-        *wanted: Any,
-    ) -> PairGradients:
-        _, values = contributions(shape, displacement, features, hidden, rows, inverse_length, smoothing, weights)
-        return gradients(shape, displacement, features, inverse_length, weights, values, *wanted)
+    def recomputed(*inputs: Any) -> PairGradients:
+        *of_pairs, gradient, of_displacement, of_features = inputs
+        displacement, features, _, _, inverse_length, _, weights = of_pairs
+        _, values = contributions(shape, *of_pairs)
+        arguments = (shape, displacement, features, inverse_length, weights, values, gradient)
+        return gradients(*arguments, of_displacement, of_features, consume=True)
 
     if not compiled:
         return PairFunctions(sums, sums_and_values, of_values, recomputed)

@@ -158,6 +158,9 @@ def contributions(
 
     before, after = _perceptron(columns.transpose(1, 2), hidden, rows, weights, keep)
     raw = _affine(weights.last, after[-1].transpose(1, 2), weights.last_bias).to(r2.dtype)
+    if not keep:
+        before.clear()
+        after.clear()
     if shape.beta is None:
         y = torch.tanh(raw)
     else:
@@ -203,6 +206,7 @@ def gradients(
     gradient: Float[Tensor, "columns pairs"],
     of_displacement: bool,
     of_features: bool,
+    consume: bool = False,
 ) -> PairGradients:
     """The gradient of :func:`contributions`.
 
@@ -211,8 +215,10 @@ def gradients(
         values: what it returned.
         gradient: of its output.
         of_displacement, of_features: whether those gradients are wanted.
+        consume: take each hidden layer out of the values when it is done with, so that its memory is free.
     """
     v = values
+    hidden, activated = (v.hidden, v.activated) if consume else (list(v.hidden), list(v.activated))
     u, m, s, q = split_features(shape, features)
     scalars, _, along, normal = _split_outputs(shape, v.outputs)
     g, t = v.strength, v.to_unit
@@ -242,16 +248,16 @@ def gradients(
     # Through the network.
     of_raw = of_raw.to(weights.last.dtype)
     of_last_bias = of_raw.sum(dim=2, keepdim=True)
-    of_last = torch.bmm(of_raw, v.activated[-1])
+    of_last = torch.bmm(of_raw, activated.pop())
     of_a = torch.bmm(of_raw.transpose(1, 2), weights.last)
     of_matrices: list[Tensor] = []
     of_biases: list[Tensor] = []
-    for layer in range(len(weights.matrices), 0, -1):
-        of_z = _silu_gradient(of_a, v.hidden[layer])
+    for matrix in reversed(weights.matrices):
+        of_z = _silu_gradient(of_a, hidden.pop())
         of_biases.insert(0, of_z.sum(dim=1, keepdim=True))
-        of_matrices.insert(0, torch.bmm(v.activated[layer - 1].transpose(1, 2), of_z))
-        of_a = torch.bmm(of_z, weights.matrices[layer - 1].transpose(1, 2))
-    of_hidden = _silu_gradient(of_a, v.hidden[0])
+        of_matrices.insert(0, torch.bmm(activated.pop().transpose(1, 2), of_z))
+        of_a = torch.bmm(of_z, matrix.transpose(1, 2))
+    of_hidden = _silu_gradient(of_a, hidden.pop())
     of_first = torch.bmm(v.columns, of_hidden)
     of_columns = torch.bmm(weights.first, of_hidden.transpose(1, 2)).to(v.r2.dtype)
 
@@ -333,11 +339,13 @@ def _affine(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
 
 
 def _silu_gradient(gradient: Tensor, z: Tensor) -> Tensor:
-    """Gradient of ``silu(z)``; torch's own operation for it cannot be differentiated."""
-    if not torch.is_grad_enabled():
+    """Gradient of ``silu(z)`` in the memory of the one given; torch's own operation for it cannot be differentiated."""
+    if torch.is_grad_enabled():
+        sigmoid = torch.sigmoid(z)
+        return gradient * sigmoid * (1 + z * (1 - sigmoid))
+    if torch.compiler.is_compiling():
         return torch.ops.aten.silu_backward(gradient, z)
-    sigmoid = torch.sigmoid(z)
-    return gradient * sigmoid * (1 + z * (1 - sigmoid))
+    return torch.ops.aten.silu_backward.grad_input(gradient, z, grad_input=gradient)
 
 
 def _dot(products: Float[Tensor, "branches degrees vectors pairs"], others: Sequence[Tensor]) -> Tensor:

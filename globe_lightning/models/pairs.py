@@ -140,7 +140,8 @@ def contributions(
         inverse_length: 1 / (l_m exp(a_m)) [1/m].
         smoothing: eps of the magnitudes, squared.
         weights: of the networks.
-        keep: whether the gradient's values are wanted whole; else hidden layers overwrite each other.
+        keep: whether the gradient's values are wanted whole; else hidden layers overwrite each other and are not among
+            them.
     """
     u, m, s, weight = split_features(shape, features)
     d2 = displacement.square().sum(dim=0)

@@ -1,16 +1,20 @@
-"""What settings trade: evaluations and error of every opening rule, and memory of a training step.
+"""What settings trade: evaluations and error of every opening rule; memory, time and operations of a training step.
 
     python tests/benchmarks/settings.py --out runs/settings
 
 The car-like body of ``cases.py``. Evaluations are exact counts, from plans. The error is that of the whole model, all
 layers by the same rule, with fresh weights in float64, against theta 0 (of precisions: at theta 0). Memory is by how
-much the peak of a process of its own rises in one forward and backward pass in float32. Writes ``<out>.md``.
+much the peak of a process of its own rises in one forward and backward pass in float32; time is the processor's,
+the median of ``--repetitions``. Writes ``<out>.md``.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import statistics
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,9 @@ from torch import Tensor
 
 from globe_lightning import GLOBE, BoundaryMesh
 from globe_lightning.fields import flatten_data
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from syncs import count_operations
 
 RULES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("dual", {}, (1, 4, 8)),
@@ -43,18 +50,21 @@ def main(args: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
     parser.add_argument("--thetas", nargs="*", type=float, default=[0.5, 1.0, 1.5])
     parser.add_argument("--hidden", nargs="*", type=int, default=[16, 16], help="layers for the error")
     parser.add_argument("--step-hidden", nargs="*", type=int, default=[64, 64, 64], help="layers for the memory")
-    parser.add_argument("--chunks", nargs="*", type=int, default=[8, 32], metavar="MIB")
+    parser.add_argument("--chunks", nargs="*", type=int, default=[8, 32, 128, 512, 2048], metavar="MIB")
+    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", default="settings")
     a = parser.parse_args(args)
     # Memory first: processes are started while this one is small.
-    found = {"memory": step_memory(a), "rules": rules(a), "precision": precisions(a)}
+    found = {"step": steps(a), "rules": rules(a), "precision": precisions(a)}
     lines = ["| theta | rule | leaf size | evaluations a face | a point | error |", "|---|---|---|---|---|---|"]
     for r in found["rules"]:
         counts = f"{r['a_face']:,.0f} | {r['a_point']:,.0f}"
         lines.append(f"| {r['theta']:g} | {r['rule']} | {r['leaf_size']} | {counts} | {r['error']:.1e} |")
-    lines += ["", "| use_gradient_checkpointing | chunk_bytes | peak MB of a step |", "|---|---|---|"]
-    for r in found["memory"]:
-        lines.append(f"| {str(r['checkpointing']).lower()} | {r['chunk_mib']} MiB | {r['peak_mb']:.0f} |")
+    lines += ["", "| use_gradient_checkpointing | chunk_bytes | peak MB of a step | CPU seconds | operations |"]
+    lines += ["|---|---|---|---|---|"]
+    for r in found["step"]:
+        costs = f"{r['peak_mb']:.0f} | {r['seconds']:.3g} | {r['dispatched']:,}"
+        lines.append(f"| {str(r['checkpointing']).lower()} | {r['chunk_mib']} MiB | {costs} |")
     lines += ["", "| precision | error |", "|---|---|"]
     lines += [f"| {r['precision']} | {r['error']:.1e} |" for r in found["precision"]]
     Path(a.out).parent.mkdir(parents=True, exist_ok=True)
@@ -128,19 +138,24 @@ def error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     return max(float((found[name] - true).norm() / (true - true.mean(dim=0)).norm()) for name, true in truth.items())
 
 
-def step_memory(a: argparse.Namespace) -> list[dict[str, Any]]:
-    """Peak of memory of a training step, with and without recomputation, by the budget of a chunk."""
+def steps(a: argparse.Namespace) -> list[dict[str, Any]]:
+    """Costs of a training step, with and without recomputation, by the budget of a chunk."""
     rows = []
     for checkpointing in (True, False):
         for mib in a.chunks:
+            arguments = (a.step_faces, a.floor, a.step_hidden, checkpointing, mib << 20, a.repetitions)
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                peak = pool.apply(peak_of_step, (a.step_faces, a.floor, a.step_hidden, checkpointing, mib << 20))
-            rows.append({"checkpointing": checkpointing, "chunk_mib": mib, "peak_mb": peak})
+                rows.append({"checkpointing": checkpointing, "chunk_mib": mib, **pool.apply(costs_of_step, arguments)})
     return rows
 
 
-def peak_of_step(n_faces: int, n_floor: int, hidden: list[int], checkpointing: bool, chunk_bytes: int) -> float:
-    """MB by which a forward and backward pass raises this process's peak; plans are there already."""
+def costs_of_step(
+    n_faces: int, n_floor: int, hidden: list[int], checkpointing: bool, chunk_bytes: int, repetitions: int
+) -> dict[str, float]:
+    """MB by which a forward and backward pass raises this process's peak, its CPU seconds, operations dispatched.
+
+    On one thread; plans are there already.
+    """
     torch.set_num_threads(1)
     model = network(
         hidden_layer_sizes=hidden,
@@ -155,9 +170,12 @@ def peak_of_step(n_faces: int, n_floor: int, hidden: list[int], checkpointing: b
 
     for size in (96, n_faces):  # the small one first: it loads what a first pass loads
         points, meshes, lengths = problem(size, n_floor if size == n_faces else 2)
-        plans = model.build_plans(points, meshes)
-        found = measure.timed(lambda problem=(points, meshes, lengths, plans): step(*problem))
-    return found["peak_mb"]
+        given = (points, meshes, lengths, model.build_plans(points, meshes))
+        found = [measure.timed(partial(step, *given)) for _ in range(repetitions)]
+    with count_operations() as operations:
+        step(*given)
+    seconds = statistics.median(one["cpu_seconds"] for one in found)
+    return {"peak_mb": found[0]["peak_mb"], "seconds": seconds, "dispatched": operations.n_dispatched}
 
 
 if __name__ == "__main__":

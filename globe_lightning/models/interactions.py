@@ -164,7 +164,7 @@ class _PlanSum(torch.autograd.Function):
             return buffer, kept
 
         results = in_threads(run, work.forward)
-        ctx.kept = [kept for _, kept in results] if work.keep else [[None] * len(share) for share in work.backward]
+        ctx.kept = [kept for _, kept in results] if work.keep else None
         if not results:
             return torch.zeros(work.n_columns, work.n_rows, dtype=like.dtype, device=like.device)
         return _sum([buffer for buffer, _ in results])
@@ -187,7 +187,8 @@ class _PlanSum(torch.autograd.Function):
                 _add_gradients(work, job, tables[job.table], kept, gradient, of_tables[job.table])
             return sums
 
-        shares = [list(zip(jobs, kept, strict=True)) for jobs, kept in zip(work.backward, ctx.kept, strict=True)]
+        all_kept = ctx.kept or [[None] * len(jobs) for jobs in work.backward]
+        shares = [list(zip(jobs, kept, strict=True)) for jobs, kept in zip(work.backward, all_kept, strict=True)]
         if recorded:  # threads do not record a graph, nor does a compiled function
             work = replace(work, functions=[pair_functions(shape, False) for shape in work.shapes])
             shares = [[job for share in shares for job in share]]

@@ -45,16 +45,16 @@ def main(args: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--counted", type=int, default=4000, metavar="FACES", help="of the body that is counted on")
     parser.add_argument("--faces", type=int, default=1000, help="of the body that errors are measured on")
-    parser.add_argument("--step-faces", type=int, default=500, help="of the body that memory is measured on")
+    parser.add_argument("--step-faces", type=int, default=500, help="of the body that a step is measured on")
     parser.add_argument("--floor", type=int, default=8, help="cells along an edge of either floor")
     parser.add_argument("--thetas", nargs="*", type=float, default=[0.5, 1.0, 1.5])
     parser.add_argument("--hidden", nargs="*", type=int, default=[16, 16], help="layers for the error")
-    parser.add_argument("--step-hidden", nargs="*", type=int, default=[64, 64, 64], help="layers for the memory")
+    parser.add_argument("--step-hidden", nargs="*", type=int, default=[64, 64, 64], help="layers of the step")
     parser.add_argument("--chunks", nargs="*", type=int, default=[8, 32, 128, 512, 2048], metavar="MIB")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", default="settings")
     a = parser.parse_args(args)
-    # Memory first: processes are started while this one is small.
+    # Steps first: their processes are started while this one is small.
     found = {"step": steps(a), "rules": rules(a), "precision": precisions(a)}
     lines = ["| theta | rule | leaf size | evaluations a face | a point | error |", "|---|---|---|---|---|---|"]
     for r in found["rules"]:
@@ -63,7 +63,7 @@ def main(args: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
     lines += ["", "| use_gradient_checkpointing | chunk_bytes | peak MB of a step | CPU seconds | operations |"]
     lines += ["|---|---|---|---|---|"]
     for r in found["step"]:
-        costs = f"{r['peak_mb']:.0f} | {r['seconds']:.3g} | {r['dispatched']:,}"
+        costs = f"{r['peak_mb']:.0f} | {r['cpu_seconds']:.3g} | {r['dispatched']:,}"
         lines.append(f"| {str(r['checkpointing']).lower()} | {r['chunk_mib']} MiB | {costs} |")
     lines += ["", "| precision | error |", "|---|---|"]
     lines += [f"| {r['precision']} | {r['error']:.1e} |" for r in found["precision"]]
@@ -175,7 +175,7 @@ def costs_of_step(
     with count_operations() as operations:
         step(*given)
     seconds = statistics.median(one["cpu_seconds"] for one in found)
-    return {"peak_mb": found[0]["peak_mb"], "seconds": seconds, "dispatched": operations.n_dispatched}
+    return {"peak_mb": found[0]["peak_mb"], "cpu_seconds": seconds, "dispatched": operations.n_dispatched}
 
 
 if __name__ == "__main__":

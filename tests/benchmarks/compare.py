@@ -3,12 +3,15 @@
     python tests/benchmarks/compare.py --reference ref/bin/python --out runs/benchmark
 
 ``ref`` is an environment that holds torch and ``nvidia-physicsnemo`` 2.2.2; without ``--reference`` only this project
-is timed. Writes ``<out>.md``, a table, and ``<out>.json``, every single measurement. Nothing else should run.
+is timed. Writes ``<out>.md``, a table, and ``<out>.json``, every single measurement, anew after each case. Nothing else
+should run.
 
 A case is DIMS:FACES or DIMS:FACES:THETA, e.g. 3:2000 (a car-like body, theta 1, expanded targets) or 2:500 (an
 airfoil, exact). Each quantity is taken from all sides in turn, again and again until ``--repetitions`` or ``--seconds``
 a case are reached, once at least; the table shows medians. Memory is how far the peak rises above what was held
-before. Forward pass and training step include all trees and plans.
+before. Forward pass and training step include all trees and plans; each side has done a forward pass before, which is
+not timed. Operations are counted in one more step of each side, which ``--no-count`` leaves out where it would take
+too long.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from typing import Any
 import torch
 from sides import Worker
 
-WORKS = ("plans", "forward", "step")
+WORKS = ("plans", "forward", "forward_products", "step", "step_products")
+PRODUCTS = tuple(work for work in WORKS if work.endswith("_products"))
 PURE_WORKS = {"tree": 1_000_000, "aggregate": 1_000_000, "plan": 100_000}
 """Works on a boundary alone, and at most how many faces they are timed with."""
 
@@ -42,6 +46,7 @@ def arguments(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="time it compiled, too")
+    parser.add_argument("--count", action=argparse.BooleanOptionalAction, default=True, help="count operations, too")
     parser.add_argument("--out", default="benchmark")
     # Small stand-ins for a quick trial of the script itself.
     parser.add_argument("--points", type=int, help="prediction points; as many as faces in 3D, 2048 in 2D, if not set")
@@ -58,17 +63,26 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             warm_up(workers, a, f"{folder}/state.pt")
-            out["cases"] = [measure_case(workers, case, a, Path(folder, str(i))) for i, case in enumerate(a.cases)]
+            for i, case in enumerate(a.cases):
+                out["cases"].append(measure_case(workers, case, a, Path(folder, str(i))))
+                write(out, a.out)
         for n_faces in a.boundaries:
             out["boundaries"].append(measure_boundary(workers, n_faces, a))
+            write(out, a.out)
     finally:
         for worker in workers.values():
             worker.close()
-    Path(a.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{a.out}.json").write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
-    Path(f"{a.out}.md").write_text(table(out), encoding="utf-8")
     print(table(out))
     return out
+
+
+def write(out: dict[str, Any], to: str) -> None:
+    """The table and the measurements so far, so that a later case that fails loses none."""
+    Path(to).parent.mkdir(parents=True, exist_ok=True)
+    for suffix, text in ((".json", json.dumps(out, indent=1) + "\n"), (".md", table(out))):
+        beside = Path(f"{to}{suffix}.part")
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(f"{to}{suffix}")
 
 
 def machine(threads: int) -> str:
@@ -99,16 +113,15 @@ def measure_case(workers: dict[str, Worker], case: str, a: argparse.Namespace, f
     for worker in workers.values():
         state = str(folder / "state.pt")
         worker.call("set_up", dims=int(dims), n_faces=int(n_faces), state=state, threads=a.threads, **changes)
-        if worker.name == "compiled":
-            for work in ("forward", "step"):
-                worker.call("time", work=work)
+        # The first pass of any side takes longer than those after it; compiling takes longer still.
+        for work in ("forward", "step") if worker.name == "compiled" else ("forward",):
+            worker.call("time", work=work)
     ours = workers["ours"]
-    times = repeat(workers, WORKS, a, case)
     ours.call("set_up_products")
-    times |= repeat({"ours": ours}, ("forward_products", "step_products"), a, case)
+    times = repeat({work: {"ours": ours} if work in PRODUCTS else workers for work in WORKS}, a, case)
     evaluations = ours.call("evaluations")
     counts = {}
-    if evaluations["communication"] < 5e6:  # counting is another training step of each side
+    if a.count:
         for name, worker in workers.items():
             if name != "compiled":  # dispatching modes see nothing of compiled code
                 counts[name] = {work: worker.call("count", work=work) for work in ("plans", "step")}
@@ -129,16 +142,16 @@ def measure_boundary(workers: dict[str, Worker], n_faces: int, a: argparse.Names
     for worker in both.values():
         worker.call("set_up_boundary", n_faces=n_faces, threads=a.threads)
         worker.call("time", work="tree")
-    works = tuple(work for work, largest in PURE_WORKS.items() if n_faces <= largest)
-    return {"faces": n_faces, "times": repeat(both, works, a, f"{n_faces} faces")}
+    works = {work: both for work, largest in PURE_WORKS.items() if n_faces <= largest}
+    return {"faces": n_faces, "times": repeat(works, a, f"{n_faces} faces")}
 
 
-def repeat(workers: dict[str, Worker], works: tuple[str, ...], a: argparse.Namespace, what: str) -> dict[str, Any]:
-    """Every work from all sides in turn, {work: {side: [measurements]}}."""
-    found: dict[str, Any] = {work: {name: [] for name in workers} for work in works}
+def repeat(works: dict[str, dict[str, Worker]], a: argparse.Namespace, what: str) -> dict[str, Any]:
+    """Every work by each of its sides in turn, {work: {side: [measurements]}}."""
+    found: dict[str, Any] = {work: {name: [] for name in workers} for work, workers in works.items()}
     start = time.perf_counter()
     for repetition in range(a.repetitions):
-        for work in works:
+        for work, workers in works.items():
             for name, worker in workers.items():
                 found[work][name].append(worker.call("time", work=work))
                 seconds = found[work][name][-1]["seconds"]

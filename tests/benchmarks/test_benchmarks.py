@@ -117,6 +117,17 @@ def test_a_small_comparison_of_this_project_alone(tmp_path: Path) -> None:
     assert len({line.count("|") for line in lines[2:]}) == 1, "every row has the same cells"
 
 
+def test_a_case_that_fails_loses_none_of_those_before_it(tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "bench"
+    sizes = ["--cases", "3:96", "3:97", "--boundaries", "--points", "20", "--floor", "2", "--no-count"]
+    with pytest.raises(RuntimeError, match="n_faces: expected twice a product of two similar numbers, found 97"):
+        compare.main([*sizes, "--repetitions", "1", "--threads", "1", "--no-compile", "--out", str(out)])
+    case, *rest = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))["cases"]
+    assert not rest and case["case"] == "3:96" and case["counts"] == {}
+    assert "3D, 96 faces" in out.with_suffix(".md").read_text(encoding="utf-8")
+    assert {path.name for path in out.parent.iterdir()} == {"bench.json", "bench.md"}
+
+
 def test_products_of_a_step_are_those_of_one_that_recomputes_nothing(tmp_path: Path) -> None:
     found = []
     for checkpointing in (True, False):

@@ -12,8 +12,9 @@ from functools import lru_cache
 import psutil
 import torch
 
-# On a CPU a chunk that stays near the cache is fastest; on a GPU large launches are.
-CPU_CHUNK_BYTES = 32 << 20
+# On a CPU chunks should nearly fit the cache, but not be so many that Python, which serves one thread at a time, holds
+# the others up; on a GPU large launches are fastest.
+CPU_CHUNK_BYTES = 64 << 20
 GPU_CHUNK_BYTES = 4 << 30
 # One chunk never takes more than this share of the device's memory, however small the device.
 MAX_SHARE = 1 / 16

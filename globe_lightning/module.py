@@ -89,11 +89,12 @@ class GlobeLightningModule(pl.LightningModule):
             of training by the data loader's workers, so that a step finds them ready.
         initial_amplitude: size of a fresh Pade kernel's outputs; about one over the sum of the face areas, over the
             reference area, that act on a face.
-        chunk_bytes: what the temporaries of all pairs in flight may take; None for the device's default (32 MiB on
+        chunk_bytes: what the temporaries of all pairs in flight may take; None for the device's default (64 MiB on
             a CPU, 4 GiB on a GPU).
         plan_cache_bytes: what trees and plans of samples that come again unchanged, as those of validation, may take;
             0 keeps none.
-        compile: compile what is computed for a pair: faster after the first step.
+        compile: "network": on a CPU the networks of pairs in C++, where there is a compiler; True: the whole kernel of
+            a pair by ``torch.compile``, too: faster after the first step; False: torch's operations alone.
         loss_scales: {field: error that counts as large}; 1 for fields not named.
         optimizer: "muon" (Muon for matrices, RAdam for the rest), "radam" or "adamw".
         lr: learning rate.
@@ -144,7 +145,7 @@ class GlobeLightningModule(pl.LightningModule):
         initial_amplitude: float = 1.0,
         chunk_bytes: int | None = None,
         plan_cache_bytes: int = 256 << 20,
-        compile: bool = False,
+        compile: bool | Literal["network"] = "network",
         loss_scales: dict[str, float] | None = None,
         optimizer: Literal["muon", "radam", "adamw"] = "muon",
         lr: float = 1e-3,

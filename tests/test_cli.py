@@ -189,6 +189,14 @@ def test_numbers_in_any_notation(short, flag, tmp_path):
     assert hparams["lr"] == 1e-5 and hparams["loss_scales"]["C_p"] == 1e-2 and key == "--model.lr"
 
 
+def test_networks_in_cpp_or_by_torch_s_operations_train_alike(short):
+    losses = []
+    for way in ("network", "false"):
+        main(["fit", *short, "--model.hidden_layer_sizes=[16,16]", f"--model.compile={way}", f"--run.name={way}"])
+        losses.append([float(row["val/loss"]) for row in rows_of(Path("runs", way, "metrics.csv")) if row["val/loss"]])
+    assert losses[0] and losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
 def test_a_callback_of_the_users_comes_beside_the_built_in_ones(short):
     flag = "--trainer.callbacks=[{class_path: lightning.pytorch.callbacks.Timer}]"
     names = [type(callback).__name__ for callback in GlobeCLI([*short, flag], run=False).trainer.callbacks]

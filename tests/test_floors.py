@@ -18,6 +18,7 @@ ROOTS = {"globe_lightning": Path(globe_lightning.__file__).parent, "datamodules"
 FLOORS = {
     "globe_lightning.fields": 0,
     "globe_lightning.memory": 0,
+    "globe_lightning.native_code": 0,
     "globe_lightning.plain_values": 0,
     "globe_lightning.tree": 0,
     "globe_lightning.mesh": 0,

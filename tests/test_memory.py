@@ -61,15 +61,19 @@ def test_the_budget_bounds_what_chunks_take(dims: int) -> None:
 
 
 @pytest.mark.parametrize("dims", [2, 3])
-@pytest.mark.parametrize("changes", [{}, {"hidden_layer_sizes": [16]}, {"network_type": "mlp"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"hidden_layer_sizes": [16]}, {"network_type": "mlp"}, {"compile": False}, {"hidden_layer_sizes": [20, 20]}],
+    ids=str,
+)
 def test_a_pair_takes_what_it_is_thought_to(
     dims: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Live bytes for so many more pairs in one chunk, over the bytes that chunks are sized by."""
     thought: dict[bool, int] = {}
 
-    def watched(table: SourceTable, itemsize: int, with_gradient: bool) -> int:
-        thought[with_gradient] = bytes_per_pair(table, itemsize, with_gradient)
+    def watched(table: SourceTable, itemsize: int, with_gradient: bool, fused: bool) -> int:
+        thought[with_gradient] = bytes_per_pair(table, itemsize, with_gradient, fused)
         return thought[with_gradient]
 
     monkeypatch.setattr(interactions, "bytes_per_pair", watched)

@@ -74,8 +74,9 @@ class GLOBE(nn.Module):
         chunk_bytes: what the temporaries of all pairs in flight may take; None for the device's default, see
             ``memory``.
         plan_cache_bytes: what the plans of samples that come again may take, see ``plan_cache``; 0 keeps none.
-        compile: compile what is computed for a pair, by ``torch.compile``: faster after the first step. Needs a C++
-            compiler on a CPU.
+        compile: "network": on a CPU the networks of pairs by C++, compiled for its processor at the first use, where
+            there is a C++ compiler (see ``fused_network``). True: the whole kernel by ``torch.compile``, too: faster
+            after the first step; needs a C++ compiler on a CPU. False: torch's operations alone.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -113,7 +114,7 @@ class GLOBE(nn.Module):
         initial_amplitude: float = 1.0,
         chunk_bytes: int | None = None,
         plan_cache_bytes: int = 256 << 20,
-        compile: bool = False,
+        compile: bool | Literal["network"] = "network",
     ) -> None:
         super().__init__()
         _require(n_spatial_dims in (2, 3), "n_spatial_dims", n_spatial_dims, "2 or 3")

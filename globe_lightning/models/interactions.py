@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from globe_lightning.memory import keep_freed_memory, pairs_per_chunk
+from globe_lightning.models import fused_network
 from globe_lightning.models.multiscale import SourceTable
 from globe_lightning.models.pair_functions import PairFunctions, pair_functions
-from globe_lightning.models.pairs import KernelShape, Values, Weights
+from globe_lightning.models.pair_network import Weights
+from globe_lightning.models.pairs import KernelShape, Values
 from globe_lightning.models.targets import Targets
 from globe_lightning.tree.plan import DenseBlock, IndexedBlock, InteractionPlan
 from globe_lightning.tree.prefix_sums import push_down
@@ -44,7 +46,7 @@ def evaluate_plan(
     smoothing_radius: Float[Tensor, ""],
     use_checkpointing: bool,
     chunk_bytes: int | None = None,
-    compiled: bool = False,
+    compile: bool | Literal["network"] = False,
 ) -> Float[Tensor, "points columns"]:
     """Sum a layer's kernels over a plan.
 
@@ -59,7 +61,7 @@ def evaluate_plan(
         smoothing_radius: eps of all magnitudes, in the precision of the geometry.
         use_checkpointing: recompute each chunk in the backward pass instead of keeping its temporaries.
         chunk_bytes: what the temporaries of all chunks in flight may take; the device's default if None.
-        compiled: whether to compile what is computed for a chunk.
+        compile: what is computed for a chunk, by torch (True), or on a CPU its networks alone, in C++ ("network").
 
     Returns:
         The summed contributions at the target points (points, columns), in the precision of the geometry.
@@ -70,6 +72,8 @@ def evaluate_plan(
         for positions, table in zip(targets.tables, tables, strict=True)
     ]
     flat = [tensor for tensors in inputs for tensor in tensors]
+    compiled = compile is True
+    fused = [bool(compile) and fused_network.serves(like.device, table.weights) for table in tables]
     graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in flat)
     n_workers = 1
     if like.device.type == "cpu":
@@ -80,7 +84,7 @@ def evaluate_plan(
         """All pairs in chunks, as many of each table for every thread."""
         shares: list[list[Job]] = [[] for _ in range(n_workers)]
         for index, (pairs, table) in enumerate(zip(plan.pairs, tables, strict=True)):
-            needed = bytes_per_pair(table, like.dtype.itemsize, with_gradient) * n_workers
+            needed = bytes_per_pair(table, like.dtype.itemsize, with_gradient, fused[index]) * n_workers
             blocks: list[Block] = list(pairs.blocks(pairs_per_chunk(like.device, needed, chunk_bytes), n_workers))
             for i, share in enumerate(shares):
                 own = slice(len(blocks) * i // n_workers, len(blocks) * (i + 1) // n_workers)
@@ -93,7 +97,7 @@ def evaluate_plan(
         forward,
         cut(with_gradient=True) if graph and not keep else forward,
         [table.shape for table in tables],
-        [pair_functions(table.shape, compiled) for table in tables],
+        [pair_functions(table.shape, compiled, by_cpp) for table, by_cpp in zip(tables, fused, strict=True)],
         [len(tensors) for tensors in inputs],
         n_columns,
         plan.n_rows,
@@ -190,7 +194,7 @@ class _PlanSum(torch.autograd.Function):
         all_kept = ctx.kept or [[None] * len(jobs) for jobs in work.backward]
         shares = [list(zip(jobs, kept, strict=True)) for jobs, kept in zip(work.backward, all_kept, strict=True)]
         if recorded:  # threads do not record a graph, nor does a compiled function
-            work = replace(work, functions=[pair_functions(shape, False) for shape in work.shapes])
+            work = replace(work, functions=[pair_functions(shape, False, False) for shape in work.shapes])
             shares = [[job for share in shares for job in share]]
         results = in_threads(run, shares) or [run([])]
         sums = [None if parts[0] is None else _sum(list(parts)) for parts in zip(*results, strict=True)]
@@ -291,15 +295,16 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def bytes_per_pair(table: SourceTable, itemsize: int, with_gradient: bool) -> int:
+def bytes_per_pair(table: SourceTable, itemsize: int, with_gradient: bool, fused: bool) -> int:
     """About what the temporaries of one pair take, all branches together."""
     shape, weights = table.shape, table.weights
     widths = [weights.first.shape[2], *(matrix.shape[2] for matrix in weights.matrices)]
     columns, raw, outputs = weights.first.shape[1], weights.last.shape[1], shape.n_outputs
     if with_gradient:
-        size = 3 * columns + 2 * sum(widths) + 4 * (raw + outputs)
+        hidden = sum(widths) + widths[0] if fused else 2 * sum(widths)
+        size = 3 * columns + hidden + 4 * (raw + outputs)
     else:  # hidden layers overwrite each other and are gone before outputs are summed
-        size = max(2 * max(widths) + columns, raw + 3 * outputs)
+        size = max(columns if fused else 2 * max(widths) + columns, raw + 3 * outputs)
     one = columns + outputs
     return (size * shape.n_branches + 3 * shape.n_features + 3 * one) * itemsize
 

@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from globe_lightning.models.kernel import Kernel, SourceVectors
-from globe_lightning.models.pairs import KernelShape, Weights
+from globe_lightning.models.pair_network import Weights
+from globe_lightning.models.pairs import KernelShape
 
 
 def module_key(name: str) -> str:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
-from globe_lightning.models.pairs import KernelShape, PairGradients, Values, Weights, contributions, gradients
+from globe_lightning.models.fused_network import FUSED_NETWORK
+from globe_lightning.models.pair_network import TORCH_NETWORK, HiddenLayers, Weights
+from globe_lightning.models.pairs import KernelShape, PairGradients, Values, contributions, gradients
 
 LONG = 4096
 
@@ -39,32 +41,36 @@ class PairFunctions(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def pair_functions(shape: KernelShape, compiled: bool) -> PairFunctions:
+def pair_functions(shape: KernelShape, compiled: bool, fused: bool) -> PairFunctions:
     """The functions for kernels of a shape.
 
     Args:
         shape: of the kernels.
         compiled: by ``torch.compile``, as whole graphs for any number of pairs. Compiling takes some seconds at the
             first use of each function, and a C++ compiler on a CPU.
+        fused: networks by ``fused_network``, else by torch's operations.
     """
 
-    overwriting = partial(contributions, shape, keep=False)
+    network = FUSED_NETWORK if fused else TORCH_NETWORK
+    overwriting = partial(contributions, shape, keep=False, network=network)
+    all_contributions = partial(contributions, shape, network=network)
+    all_gradients = partial(gradients, shape, network=network)
 
     def sums(*inputs: Any) -> Tensor:
         return overwriting(*inputs)[0]
 
     def sums_and_values(*inputs: Any) -> tuple[Tensor, Values]:
-        return contributions(shape, *inputs)
+        return all_contributions(*inputs)
 
     def of_values(*inputs: Any) -> PairGradients:
-        return gradients(shape, *inputs)
+        return all_gradients(*inputs)
 
     def recomputed(*inputs: Any) -> PairGradients:
         *of_pairs, gradient, of_displacement, of_features = inputs
         displacement, features, _, _, inverse_length, _, weights = of_pairs
-        _, values = contributions(shape, *of_pairs)
-        arguments = (shape, displacement, features, inverse_length, weights, values, gradient)
-        return gradients(*arguments, of_displacement, of_features, consume=True)
+        _, values = all_contributions(*of_pairs)
+        arguments = (displacement, features, inverse_length, weights, values, gradient)
+        return all_gradients(*arguments, of_displacement, of_features, consume=True)
 
     if not compiled:
         return PairFunctions(sums, sums_and_values, of_values, recomputed)
@@ -139,8 +145,8 @@ def _mark_sizes(inputs: Sequence[Any], n_pairs: int) -> None:
     columns: list[Tensor] = []
     for item in inputs:
         if isinstance(item, Values):
-            rows += [*item.hidden, *item.activated]
-            others = [part for name, part in item._asdict().items() if name not in ("hidden", "activated")]
+            rows += [*item.layers.before, *item.layers.after]
+            others = [part for part in item if not isinstance(part, HiddenLayers)]
             columns += [tensor for part in others for tensor in (part if isinstance(part, list) else [part])]
         elif _is_table_of_rows(item):
             torch._dynamo.mark_dynamic(item, 1)

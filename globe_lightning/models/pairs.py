@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional as F
 
 from globe_lightning.models.features import legendre, legendre_derivatives
 from globe_lightning.models.networks import rational, rational_gradient
+from globe_lightning.models.pair_network import TORCH_NETWORK, HiddenLayers, NetworkFunctions, Weights
 
 
 @dataclass(frozen=True)
@@ -55,33 +55,6 @@ class KernelShape:
         return self.n_vectors * (self.n_dims + 2) + self.n_branches
 
 
-class Weights(NamedTuple):
-    """A network's weights for all branches, in the precision of the products.
-
-    Attributes:
-        first: (B, pair columns, hidden).
-        matrices, biases: of the hidden layers after the first (B, hidden, hidden) and (B, 1, hidden).
-        last, last_bias: (B, outputs, hidden) and (B, outputs, 1), outputs ordered [scalars | c_0 | a | b].
-    """
-
-    first: Tensor
-    matrices: list[Tensor]
-    biases: list[Tensor]
-    last: Tensor
-    last_bias: Tensor
-
-    def flat(self) -> list[Tensor]:
-        """All of them in one list."""
-        return [self.first, *self.matrices, *self.biases, self.last, self.last_bias]
-
-    @staticmethod
-    def of(tensors: Sequence[Tensor]) -> Weights:
-        """The inverse of :meth:`flat`."""
-        n = (len(tensors) - 3) // 2
-        first, rest = tensors[0], list(tensors[1:])
-        return Weights(first, rest[:n], rest[n : 2 * n], rest[-2], rest[-1])
-
-
 class Values(NamedTuple):
     """What a batch of pairs leaves for its gradient."""
 
@@ -96,8 +69,7 @@ class Values(NamedTuple):
     log1p: Tensor
     polynomials: list[Tensor]
     columns: Tensor
-    hidden: list[Tensor]
-    activated: list[Tensor]
+    layers: HiddenLayers
     raw: Tensor
     outputs: Tensor
     envelope: Tensor
@@ -124,6 +96,7 @@ def contributions(
     smoothing: Float[Tensor, ""],
     weights: Weights,
     keep: bool = True,
+    network: NetworkFunctions = TORCH_NETWORK,
 ) -> tuple[Float[Tensor, "columns pairs"], Values]:
     """What every pair contributes to the output columns, summed over the branches.
 
@@ -142,6 +115,7 @@ def contributions(
         weights: of the networks.
         keep: whether the gradient's values are wanted whole; else hidden layers overwrite each other and are not among
             them.
+        network: how networks are evaluated.
     """
     u, m, s, weight = split_features(shape, features)
     d2 = displacement.square().sum(dim=0)
@@ -157,11 +131,8 @@ def contributions(
     polynomials = legendre(cosines, shape.n_harmonics)
     columns = torch.cat([logs[:, :1], *(logs[:, 1:] * p for p in polynomials)], dim=1).to(hidden.dtype)
 
-    before, after = _perceptron(columns.transpose(1, 2), hidden, rows, weights, keep)
-    raw = _affine(weights.last, after[-1].transpose(1, 2), weights.last_bias).to(r2.dtype)
-    if not keep:
-        before.clear()
-        after.clear()
+    raw, layers = network.outputs(columns, hidden, rows, weights, keep)
+    raw = raw.to(r2.dtype)
     if shape.beta is None:
         y = torch.tanh(raw)
     else:
@@ -181,7 +152,7 @@ def contributions(
         vectors = summed_radial.unsqueeze(1) * displacement + (tangential.unsqueeze(2) * scaled).sum(dim=1)
         out = torch.cat([out, vectors.flatten(0, 1)])
     values = Values(
-        d2, projections, r2, m_r, to_unit, cosines, arguments, expm1, log1p, polynomials, columns, before, after, raw,
+        d2, projections, r2, m_r, to_unit, cosines, arguments, expm1, log1p, polynomials, columns, layers, raw,
         y, envelope, g, radial, summed_radial, tangential,
     )  # fmt: skip
     return out, values
@@ -208,6 +179,7 @@ def gradients(
     of_displacement: bool,
     of_features: bool,
     consume: bool = False,
+    network: NetworkFunctions = TORCH_NETWORK,
 ) -> PairGradients:
     """The gradient of :func:`contributions`.
 
@@ -217,9 +189,9 @@ def gradients(
         gradient: of its output.
         of_displacement, of_features: whether those gradients are wanted.
         consume: take each hidden layer out of the values when it is done with, so that its memory is free.
+        network: how networks are evaluated; the one of the values.
     """
     v = values
-    hidden, activated = (v.hidden, v.activated) if consume else (list(v.hidden), list(v.activated))
     u, m, s, q = split_features(shape, features)
     scalars, _, along, normal = _split_outputs(shape, v.outputs)
     g, t = v.strength, v.to_unit
@@ -247,20 +219,8 @@ def gradients(
         of_raw = torch.cat(rational_gradient(of_y, numerator, denominator, v.outputs, shape.beta), dim=1)
 
     # Through the network.
-    of_raw = of_raw.to(weights.last.dtype)
-    of_last_bias = of_raw.sum(dim=2, keepdim=True)
-    of_last = torch.bmm(of_raw, activated.pop())
-    of_a = torch.bmm(of_raw.transpose(1, 2), weights.last)
-    of_matrices: list[Tensor] = []
-    of_biases: list[Tensor] = []
-    for matrix in reversed(weights.matrices):
-        of_z = _silu_gradient(of_a, hidden.pop())
-        of_biases.insert(0, of_z.sum(dim=1, keepdim=True))
-        of_matrices.insert(0, torch.bmm(activated.pop().transpose(1, 2), of_z))
-        of_a = torch.bmm(of_z, matrix.transpose(1, 2))
-    of_hidden = _silu_gradient(of_a, hidden.pop())
-    of_first = torch.bmm(v.columns, of_hidden)
-    of_columns = torch.bmm(weights.first, of_hidden.transpose(1, 2)).to(v.r2.dtype)
+    of_network = network.gradients(v.columns, weights, v.layers, of_raw.to(weights.last.dtype), consume)
+    of_columns = of_network.columns.to(v.r2.dtype)
 
     # Input columns to the pair's geometry.
     k, h = shape.n_vectors, shape.n_harmonics
@@ -296,57 +256,7 @@ def gradients(
         of_s = (of_w * v.cosines).sum(dim=0) + (of_scaled * u).sum(dim=1)
         of_m = (of_x[:, 1:] * v.m_r.unsqueeze(1)).sum(dim=0) if h else torch.zeros_like(m)
         of_features_ = torch.cat([of_u.flatten(0, 1), of_m, of_s, of_g * v.envelope])
-    of_weights = Weights(of_first, of_matrices, of_biases, of_last, of_last_bias)
-    return PairGradients(of_displacement_, of_features_, of_hidden, of_length, of_weights)
-
-
-def _perceptron(
-    x: Float[Tensor, "branches pairs columns"],
-    hidden: Float[Tensor, "branches sources hidden"],
-    rows: Int[Tensor, " pairs"] | None,
-    weights: Weights,
-    keep: bool,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """All hidden layers before and after their activation; of the last alone, in one memory, if not to be kept."""
-    inplace = not (keep or torch.is_grad_enabled() or torch.compiler.is_compiling())
-    before = [_first_layer(x, hidden, rows, weights.first)]
-    after = [F.silu(before[0], inplace=inplace)]
-    for matrix, bias in zip(weights.matrices, weights.biases, strict=True):
-        before.append(_affine(after[-1], matrix, bias))
-        after.append(F.silu(before[-1], inplace=inplace))
-        if not keep:
-            del before[0], after[0]
-    return before, after
-
-
-def _first_layer(
-    x: Float[Tensor, "branches pairs columns"],
-    hidden: Float[Tensor, "branches sources hidden"],
-    rows: Int[Tensor, " pairs"] | None,
-    matrix: Float[Tensor, "branches columns hidden"],
-) -> Float[Tensor, "branches pairs hidden"]:
-    """Products of the pair columns plus each pair's source term; no second copy of the terms where none is needed."""
-    by_itself = torch.is_grad_enabled() or torch.compiler.is_compiling()  # recorded, or fused
-    if rows is None:
-        products, terms = torch.bmm(x, matrix).unflatten(1, (-1, hidden.shape[1])), hidden.unsqueeze(1)
-        return (products + terms if by_itself else products.add_(terms)).flatten(1, 2)
-    terms = hidden.index_select(1, rows)
-    return torch.bmm(x, matrix) + terms if by_itself else terms.baddbmm_(x, matrix)
-
-
-def _affine(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
-    """Batched products plus a bias, which a compiler joins to what follows."""
-    return torch.bmm(x, y) + bias if torch.compiler.is_compiling() else torch.baddbmm(bias, x, y)
-
-
-def _silu_gradient(gradient: Tensor, z: Tensor) -> Tensor:
-    """Gradient of ``silu(z)`` in the memory of the one given; torch's own operation for it cannot be differentiated."""
-    if torch.is_grad_enabled():
-        sigmoid = torch.sigmoid(z)
-        return gradient * sigmoid * (1 + z * (1 - sigmoid))
-    if torch.compiler.is_compiling():
-        return torch.ops.aten.silu_backward(gradient, z)
-    return torch.ops.aten.silu_backward.grad_input(gradient, z, grad_input=gradient)
+    return PairGradients(of_displacement_, of_features_, of_network.hidden, of_length, of_network.weights)
 
 
 def _dot(products: Float[Tensor, "branches degrees vectors pairs"], others: Sequence[Tensor]) -> Tensor:

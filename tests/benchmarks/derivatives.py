@@ -25,7 +25,8 @@ from torch import Tensor
 
 from globe_lightning.models.features import legendre, legendre_derivatives
 from globe_lightning.models.networks import rational, rational_gradient
-from globe_lightning.models.pairs import KernelShape, Weights, contributions, gradients, split_features
+from globe_lightning.models.pair_network import Weights
+from globe_lightning.models.pairs import KernelShape, contributions, gradients, split_features
 
 
 @dataclass

@@ -50,7 +50,7 @@ def main(args: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
     parser.add_argument("--thetas", nargs="*", type=float, default=[0.5, 1.0, 1.5])
     parser.add_argument("--hidden", nargs="*", type=int, default=[16, 16], help="layers for the error")
     parser.add_argument("--step-hidden", nargs="*", type=int, default=[64, 64, 64], help="layers of the step")
-    parser.add_argument("--chunks", nargs="*", type=int, default=[8, 32, 128, 512, 2048], metavar="MIB")
+    parser.add_argument("--chunks", nargs="*", type=int, default=[8, 32, 64, 128, 512, 2048], metavar="MIB")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", default="settings")
     a = parser.parse_args(args)

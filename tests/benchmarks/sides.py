@@ -187,14 +187,15 @@ class Ours(Side):
         """Record the matrix products of the forward pass and of a step that recomputes nothing; time them bare."""
         from globe_lightning.memory import chunk_budget
 
-        kept = self.model.chunk_bytes
-        # One thread sees all products; the chunks stay those of every thread.
+        kept, way = self.model.chunk_bytes, self.model.compile_pairs
+        # One thread sees all products, as torch's operations; the chunks stay those of every thread.
         self.model.chunk_bytes = (kept or chunk_budget("cpu")) // torch.get_num_threads()
+        self.model.compile_pairs = False
         with one_thread():
             forward = record_products(self._forward)
             step = record_products(self._step)
             again = record_products(self.predict) if self.model.use_gradient_checkpointing else Counter()
-        self.model.chunk_bytes = kept
+        self.model.chunk_bytes, self.model.compile_pairs = kept, way
         # The backward pass computes the products of pairs again (to keep them would take too much memory), but not
         # those of sources, which all branches share: their stride along the branches is zero.
         step.subtract({layouts: times for layouts, times in again.items() if layouts[0][1][0]})

@@ -25,7 +25,7 @@ from globe_lightning.fields import flatten_data
 from globe_lightning.memory import GPU_CHUNK_BYTES
 from globe_lightning.models import interactions
 from globe_lightning.models.multiscale import SourceTable
-from globe_lightning.models.pairs import Weights
+from globe_lightning.models.pair_network import Weights
 
 
 @pytest.mark.parametrize("n_faces", [96, 500, 1000])

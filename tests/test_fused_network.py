@@ -104,6 +104,8 @@ def test_a_pair_s_value_is_its_own() -> None:
         for some in (torch.tensor([131]), torch.randperm(300)[:101]):
             alone, _ = FUSED_NETWORK.outputs(columns[:, :, some], hidden, rows[some], weights, False)
             assert torch.equal(alone, together[:, :, some])
+            short, _ = FUSED_NETWORK.outputs(columns[:, :, some], hidden, rows[some].int(), weights, False)
+            assert torch.equal(short, alone)
 
 
 def test_large_values_saturate_and_what_is_no_number_stays_none() -> None:

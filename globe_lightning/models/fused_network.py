@@ -136,7 +136,8 @@ def _outputs(
     """Raw outputs (branches, raw, pairs), and the hidden layers (branches, pairs, sum of widths), empty if not kept."""
     w = Weights.of([tensor.contiguous() for tensor in weights])
     columns, hidden = columns.contiguous(), hidden.contiguous()
-    raw, before = _results(columns, w, keep)
+    rows = None if rows is None else rows.long().contiguous()
+    raw, before = _empty_outputs(columns, w, keep)
     network = _describe(columns, hidden, rows, w, before if keep else None)
     library().network_outputs(ctypes.byref(network), _pointer(raw))
     return raw, before
@@ -146,25 +147,27 @@ def _gradients(columns: Tensor, weights: list[Tensor], before: Tensor, of_raw: T
     """Gradients of columns, of a hidden row for every pair, and of all weights, one after another."""
     w = Weights.of([tensor.contiguous() for tensor in weights])
     columns, before, of_raw = columns.contiguous(), before.contiguous(), of_raw.contiguous()
-    of_hidden = before.new_empty(before.shape[0], before.shape[1], w.first.shape[2])
-    of_weights = before.new_zeros(before.shape[0], _size(w))
-    of_columns = torch.empty_like(columns)
+    found = _empty_gradients(columns, w)
     network = _describe(columns, None, None, w, before)
-    library().network_gradients(ctypes.byref(network), *map(_pointer, (of_raw, of_columns, of_hidden, of_weights)))
-    return of_columns, of_hidden, of_weights
+    library().network_gradients(ctypes.byref(network), *map(_pointer, (of_raw, *found)))
+    return found
 
 
-def _results(columns: Tensor, weights: Weights, keep: bool) -> tuple[Tensor, Tensor]:
+def _empty_outputs(columns: Tensor, weights: Weights, keep: bool) -> tuple[Tensor, Tensor]:
+    """Where :func:`_outputs` writes; its shapes are all that a compiler needs to know."""
     b, n_pairs = columns.shape[0], columns.shape[2]
     widths = weights.first.shape[2] + sum(matrix.shape[2] for matrix in weights.matrices)
     raw = columns.new_empty(b, weights.last.shape[1], n_pairs)
     return raw, columns.new_empty(b, n_pairs, widths) if keep else columns.new_empty(0)
 
 
-def _size(weights: Weights) -> int:
-    """Values of the packed gradients of all weights of one branch."""
+def _empty_gradients(columns: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+    """Where :func:`_gradients` writes the first two and adds up the third."""
+    b, n_pairs = columns.shape[0], columns.shape[2]
     hidden = [weights.first, *weights.matrices, *weights.biases]
-    return sum(w.shape[1] * w.shape[2] for w in [*hidden, weights.last]) + _padded(weights.last.shape[1])
+    size = sum(w.shape[1] * w.shape[2] for w in [*hidden, weights.last]) + _padded(weights.last.shape[1])
+    of_hidden = columns.new_empty(b, n_pairs, weights.first.shape[2])
+    return columns.new_empty(columns.shape), of_hidden, columns.new_zeros(b, size)
 
 
 def _padded(n: int) -> int:
@@ -222,14 +225,12 @@ _gradients_operation = torch.library.custom_op(
 
 @_outputs_operation.register_fake
 def _(columns: Tensor, hidden: Tensor, rows: Tensor | None, weights: list[Tensor], keep: bool) -> tuple[Tensor, Tensor]:
-    return _results(columns, Weights.of(weights), keep)
+    return _empty_outputs(columns, Weights.of(weights), keep)
 
 
 @_gradients_operation.register_fake
 def _(columns: Tensor, weights: list[Tensor], before: Tensor, of_raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    w = Weights.of(weights)
-    of_hidden = before.new_empty(before.shape[0], before.shape[1], w.first.shape[2])
-    return columns.new_empty(columns.shape), of_hidden, before.new_empty(before.shape[0], _size(w))
+    return _empty_gradients(columns, Weights.of(weights))
 
 
 def _difference() -> float:
